@@ -1,0 +1,117 @@
+"""What goes into the engine and what comes out of it: token ids, never text.
+
+Knows sampling parameters, requests, deltas and why a request ends. Knows no device, no thread and no HTTP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+from jaxserve.errors import InvalidRequest, JaxserveError
+
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended. ``STOP`` and ``LENGTH`` are OpenAI's words and go out as they are."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop; every field is a row of an array inside the compiled step.
+
+    Attributes:
+        max_tokens: most tokens to generate, at least 0.
+        min_tokens: stop tokens are not sampled before this many tokens are there.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        min_p: keep tokens at least this many times as likely as the most likely one; 0 keeps all.
+        repetition_penalty: divides (multiplies, if negative) the logit of every token of prompt and output.
+        presence_penalty: subtracted from the logit of every token of the output.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the output.
+        logit_bias: (token id, value) pairs added to the logits.
+        seed: the same seed gives the same tokens, alone or in any company; ``None`` draws one.
+        logprobs: ``None`` for none, else the number of alternatives to report beside the chosen token's own.
+        stop_token_ids: tokens that end the output, beside the model's own.
+        ignore_eos: go on past the model's own end tokens.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue. ``deadline`` is in seconds on the engine's monotonic clock."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    deadline: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural, of the model's own distribution) of a token, and of the most likely ones."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delta:
+    """What one tick added to a request.
+
+    Attributes:
+        tokens: new token ids. When ``finish_reason`` is ``STOP`` the last one is the stop token: it counts as
+            generated but is not text.
+        logprobs: one entry a token if the request asked for them, else empty.
+        finish_reason: set in the last delta of a request, ``None`` before.
+        error: set when ``finish_reason`` is ``ERROR``.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: JaxserveError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask for; the plan and the configuration give the numbers.
+
+    Attributes:
+        vocab_size: token ids lie in ``[0, vocab_size)``.
+        max_length: positions (prompt and output) of the longest pool.
+        max_input_tokens, max_output_tokens: upper bounds of each part.
+        max_logit_bias, max_stop_token_ids, max_logprobs: widths of the row arrays.
+    """
+
+    vocab_size: int
+    max_length: int
+    max_input_tokens: int
+    max_output_tokens: int
+    max_logit_bias: int
+    max_stop_token_ids: int
+    max_logprobs: int
