@@ -1,0 +1,54 @@
+# `make serve` and `make test` need a Python 3.11, 3.12 or 3.13 and an index to install from; nothing else.
+
+VERSIONS := 3.13 3.12 3.11
+VENV     ?= .venv
+PYENV_ROOT ?= $(HOME)/.pyenv
+
+# The newest interpreter that really runs: a shim may answer to a version that is not there or not activated.
+candidates = $(foreach v,$(VERSIONS),python$(v) $(wildcard $(PYENV_ROOT)/versions/$(v).*/bin/python$(v)))
+PYTHON ?= $(shell for python in $(candidates); do \
+    $$python -c 'import ctypes, ensurepip, sqlite3, ssl, venv' 2>/dev/null && echo $$python && break; done)
+
+pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
+
+.PHONY: setup serve test check bench constraints python
+.DEFAULT_GOAL := setup
+
+setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
+
+serve: $(VENV)/.serve                ## the default model on 127.0.0.1:8000; ARGS='--port 9000' for flags
+	$(VENV)/bin/jaxserve pull
+	exec $(VENV)/bin/jaxserve serve $(ARGS)
+
+test: $(VENV)/.dev                   ## the whole suite; ARGS='-k scheduler' for less
+	$(VENV)/bin/jaxserve pull
+	$(VENV)/bin/pytest $(ARGS)
+
+check: $(VENV)/.dev                  ## style, types, floors, sizes, what the documents say
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/pytest -q tests/house
+
+bench: $(VENV)/.dev                  ## tokens per second and times of the default model on this machine
+	$(VENV)/bin/jaxserve pull
+	$(VENV)/bin/jaxserve bench $(ARGS)
+
+constraints:                         ## writes requirements/py3*.txt anew, with an interpreter of each version
+	for version in $(VERSIONS); do $$($(MAKE) -s python VERSIONS=$$version) requirements/pin.py || exit; done
+
+python:                              ## which interpreter `setup` takes
+	@test -n "$(PYTHON)" || { echo "jaxserve needs Python $(VERSIONS): none of them runs here; name one by PYTHON=" >&2; exit 1; }
+	@echo $(PYTHON)
+
+$(VENV)/bin/python:
+	$$($(MAKE) -s python) -m venv $(VENV)
+
+$(VENV)/.serve: pyproject.toml $(wildcard requirements/*.txt) | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(pins) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(pins) -e '.[dev]'
+	touch $@
