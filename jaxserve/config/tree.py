@@ -209,7 +209,7 @@ def _in_words(kind: Any) -> str:
     if get_origin(bare) is tuple:
         item = get_args(bare)[0]
         return "pools like `24x2048,4x32768`" if item is Pool else f"{_in_words(item)}, several with commas"
-    nouns = {int: "integer", float: "number", bool: "`true` or `false`", Path: "path", types.NoneType: "`off`"}
+    nouns = {int: "an integer", float: "a number", bool: "`true` or `false`", Path: "a path", types.NoneType: "`off`"}
     bounds: dict[str, float] = {}
     for meta in getattr(kind, "__metadata__", ()):
         limits = {"from": meta.ge, "above": meta.gt, "to": meta.le, "below": meta.lt}
