@@ -136,11 +136,8 @@ def _as_written(node: yaml.Node) -> object:
 
 
 def _convert(setting: Setting, given: Given) -> Any:
-    value = given.value
-    if setting.takes_list and value != "auto":
-        items = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else [value]
-        value = [_pool(part) for item in items for part in (item.split(",") if isinstance(item, str) else [item])]
-    elif value == "off" and setting.takes_off:
+    value = _items(given.value) if setting.takes_list else given.value
+    if value == "off" and setting.takes_off:
         return None
     try:
         converted = msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda kind, text: kind(text))
@@ -150,6 +147,13 @@ def _convert(setting: Setting, given: Given) -> Any:
             f"{given.origin}: `{setting.name}` takes {setting.values}, not {found}.", param=setting.name
         ) from error
     return _home(setting, converted, given.origin)
+
+
+def _items(value: object) -> object:
+    """What a list was given as, item by item; ``auto`` alone stays a word."""
+    written_items = value if isinstance(value, list | tuple) else [value]
+    items = [part for item in written_items for part in (item.split(",") if isinstance(item, str) else [item])]
+    return "auto" if items == ["auto"] else [_pool(item) for item in items]
 
 
 def _pool(item: object) -> object:
