@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import click
 
 from jaxserve import __version__
+from jaxserve.cli.models import models, verify
 from jaxserve.cli.settings import config
 from jaxserve.errors import JaxserveError
 
@@ -27,7 +28,8 @@ def cli(debug: bool) -> None:
     """Serve language models with JAX."""
 
 
-cli.add_command(config)
+for command in (config, models, verify):
+    cli.add_command(command)
 
 
 def run(arguments: Sequence[str]) -> int:

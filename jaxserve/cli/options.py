@@ -15,7 +15,6 @@ import click
 from jaxserve.config import SETTINGS, Config, Setting, load, written
 
 SHORT_NAMES = {"model.id": "--model", "server.host": "--host", "server.port": "--port", "engine.pools": "--pool"}
-PARAMETERS = {name.replace(".", "__"): name for name in SETTINGS}
 
 
 class SettingsCommand(click.Command):
@@ -33,32 +32,43 @@ class SettingsCommand(click.Command):
                 formatter.write_dl(records)
 
 
+def _parameter(name: str) -> str:
+    """What click calls the flag of a setting."""
+    return name.replace(".", "__")
+
+
 def _heading(parameter: click.Parameter) -> str:
-    if parameter.name not in PARAMETERS:
+    section, dot, _ = (parameter.name or "").partition("__")
+    if not dot:
         return "Options"
-    section = PARAMETERS[parameter.name].partition(".")[0]
     purpose = (type(getattr(Config(), section)).__doc__ or "").rstrip(".")
     return f"{section}: {purpose}"
 
 
-def takes_settings(function: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command ``--config`` and a flag for each setting; it is called with what they add up to, a ``Loaded``."""
+def takes_settings(*sections: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command ``--config`` and a flag for each setting; it is called with what they add up to, a ``Loaded``.
 
-    @functools.wraps(function)
-    def command(config: Path | None, **parameters: Any) -> None:
-        values = {name: parameters.pop(parameter) for parameter, name in PARAMETERS.items()}
-        flags = {name: value for name, value in values.items() if value is not None and value != ()}
-        function(load(config, flags), **parameters)
+    Args:
+        sections: those whose settings get a flag; all without any. File and environment always count.
+    """
+    names = [name for name in SETTINGS if not sections or name.partition(".")[0] in sections]
 
-    flagged: Callable[..., None] = command
-    for setting in reversed(list(SETTINGS.values())):
-        flagged = _flag(setting)(flagged)
-    return click.option("--config", type=click.Path(path_type=Path), help="YAML file of settings.")(flagged)
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(config: Path | None, **parameters: Any) -> None:
+            values = {name: parameters.pop(_parameter(name)) for name in names}
+            flags = {name: value for name, value in values.items() if value is not None and value != ()}
+            function(load(config, flags), **parameters)
+
+        flagged: Callable[..., None] = command
+        for name in reversed(names):
+            flagged = _flag(SETTINGS[name])(flagged)
+        return click.option("--config", type=click.Path(path_type=Path), help="YAML file of settings.")(flagged)
+
+    return decorate
 
 
 def _flag(setting: Setting) -> Callable[[Callable[..., None]], Callable[..., None]]:
     names = [*filter(None, [SHORT_NAMES.get(setting.name)]), setting.flag]
     text = f"{setting.meaning}: {setting.values} [{written(setting.default)}]"
-    return click.option(
-        *names, setting.name.replace(".", "__"), metavar="VALUE", multiple=setting.takes_list, help=text
-    )
+    return click.option(*names, _parameter(setting.name), metavar="VALUE", multiple=setting.takes_list, help=text)

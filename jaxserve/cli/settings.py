@@ -15,7 +15,7 @@ def config() -> None:
 
 @config.command(cls=SettingsCommand)
 @click.option("--origin", is_flag=True, help="Say of each value whether a default, a line of a file, or what gave it.")
-@takes_settings
+@takes_settings()
 def show(loaded: Loaded, origin: bool) -> None:
     """Print the settings as they add up, as a YAML file."""
     click.echo(describe(loaded, origins=origin), nl=False)

@@ -17,7 +17,7 @@ def loads():
 
     def loads(*arguments: str) -> Loaded:
         seen = []
-        command = click.command(cls=SettingsCommand)(takes_settings(seen.append))
+        command = click.command(cls=SettingsCommand)(takes_settings()(seen.append))
         result = CliRunner().invoke(command, arguments, catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return seen[0]
@@ -55,8 +55,19 @@ def test_config_file(loads, tmp_path):
 
 
 def test_help_lists_settings_by_section():
-    command = click.command(cls=SettingsCommand)(takes_settings(print))
+    command = click.command(cls=SettingsCommand)(takes_settings()(print))
     lines = CliRunner().invoke(command, ["--help"]).output.splitlines()
     assert all(any(setting.flag in line for line in lines) for setting in SETTINGS.values())
     headings = [line.partition(":")[0] for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["Options", "model", "checkpoints", "engine", "server", "log"]
+
+
+def test_a_command_may_offer_a_section_only(monkeypatch):
+    seen = []
+    command = click.command(cls=SettingsCommand)(takes_settings("log")(seen.append))
+    output = CliRunner().invoke(command, ["--help"]).output
+    assert "--log.level" in output
+    assert "--server.port" not in output
+    monkeypatch.setenv("JAXSERVE_SERVER__PORT", "7")
+    CliRunner().invoke(command, ["--log.level", "debug"], catch_exceptions=False)
+    assert (seen[0].config.server.port, seen[0].config.log.level) == (7, "debug")
