@@ -89,15 +89,21 @@ def is_plain_name(name: str) -> bool:
     return 0 < len(name) <= 255 and name.isprintable() and not any(part in name for part in ("/", "\\", ".."))
 
 
-def hub_cache_target(folder: Path, name: str) -> Path | None:
-    """Where ``folder / name`` leads if it is a hub cache's link into its own ``blobs`` folder, else ``None``."""
+def regular_file(folder: Path, name: str) -> Path:
+    """Where the bytes of a folder's entry are: in itself, or in the blob that it links to in a hub cache.
+
+    Raises:
+        CheckpointError: the name is no plain file name, or the entry is any other link.
+    """
+    if not is_plain_name(name):
+        raise CheckpointError(f"{folder} refers to {name[:100]!r}, which is not the name of a file in it.")
     path = folder / name
     if not path.is_symlink():
-        return None
-    resolved = folder.resolve()
-    target = path.resolve()
-    in_cache = resolved.parent.name == "snapshots" and target.parent == resolved.parent.parent / "blobs"
-    return target if in_cache else None
+        return path
+    target, resolved = path.resolve(), folder.resolve()
+    if resolved.parent.name != "snapshots" or target.parent != resolved.parent.parent / "blobs":
+        raise CheckpointError(f"{path} is a symbolic link, and not one of a hub cache to its own blobs.")
+    return target
 
 
 def sha256_of(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:

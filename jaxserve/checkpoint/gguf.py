@@ -59,6 +59,11 @@ class TensorInfo:
     offset: int
     size: int
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of its values: its own, or float32 if they must be computed from blocks."""
+        return np.dtype(np.float32) if self.kind.dtype is None else self.kind.dtype
+
 
 class _Cursor:
     """A position in the mapped header that refuses to leave it."""
@@ -182,9 +187,9 @@ class GGUFFile:
         """The fields of a Hugging Face ``config.json``."""
         return dict(self._architecture.config)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor that :meth:`tensors` yields, by its Hugging Face name."""
-        return {self._architecture.names[info.name]: info.shape for info in self._weights()}
+    def table(self) -> dict[str, TensorInfo]:
+        """Every tensor that :meth:`tensors` yields, by its Hugging Face name."""
+        return {self._architecture.names[info.name]: info for info in self._weights()}
 
     def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """Each tensor in file order, under the name, in the layout and with the values of the Hugging Face form.

@@ -120,7 +120,7 @@ class Architecture:
     def restore(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         """Undoes what the GGUF converter did to the tensor's values."""
         if name in self.shifted:
-            return array.astype(np.float32) - np.float32(1)
+            return (array.astype(np.float32) - np.float32(1)).astype(array.dtype)
         if name not in self.heads:
             return array
         heads = self.heads[name]
@@ -155,7 +155,7 @@ def architecture_of(
     fields = _Fields(path, metadata, str(name))
     if metadata.get(f"{name}.expert_count", 0):
         raise fields.fail(f"{name} files with experts are not supported")
-    config = _common_config(fields, kind, shapes) | kind.fields
+    config = {**_common_config(fields, kind, shapes), **kind.fields}
     if kind.extend is not None:
         config |= kind.extend(fields, config)
     config |= _rope_scaling(fields, config, rope_divisors)

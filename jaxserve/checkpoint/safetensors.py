@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.checkpoint.files import (
-    hub_cache_target,
     is_plain_name,
     map_regular,
     parse_json_object,
     read_regular,
+    regular_file,
 )
 from jaxserve.errors import CheckpointError
 
@@ -126,16 +126,16 @@ class SafetensorsFolder:
         self._config = parse_json_object(self.read_side_file("config.json"), str(path / "config.json"))
         index = self._index()
         names = sorted(set(index.values())) if index else [self._single_name()]
-        self._files = [SafetensorsFile(self.resolve(name)) for name in names]
+        self._files = [SafetensorsFile(regular_file(self.path, name)) for name in names]
         self._check_names(names, index)
 
     def hf_config(self) -> dict[str, Any]:
         """The fields of ``config.json``."""
         return dict(self._config)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by name."""
-        return {info.name: info.shape for file in self._files for info in file.infos}
+    def table(self) -> dict[str, TensorInfo]:
+        """Every tensor by name."""
+        return {info.name: info for file in self._files for info in file.infos}
 
     def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """Each tensor by name, in the order of the files, as a read-only view in its own dtype."""
@@ -153,19 +153,7 @@ class SafetensorsFolder:
 
     def read_side_file(self, name: str) -> bytes:
         """The contents of a file beside the weights, at most :data:`MAX_JSON_BYTES`."""
-        return read_regular(self.resolve(name), MAX_JSON_BYTES)
-
-    def resolve(self, name: str) -> Path:
-        """Where an entry's bytes are: itself, or the blob it links to in a hub cache."""
-        if not is_plain_name(name):
-            raise CheckpointError(f"{self.path} refers to {name!r}, which is not the name of a file in it.")
-        path = self.path / name
-        if not path.is_symlink():
-            return path
-        target = hub_cache_target(self.path, name)
-        if target is None:
-            raise CheckpointError(f"{path} is a symbolic link out of a hub cache's own blobs; it is not followed.")
-        return target
+        return read_regular(regular_file(self.path, name), MAX_JSON_BYTES)
 
     def _index(self) -> dict[str, str]:
         if not self.has(INDEX_NAME):

@@ -1,0 +1,83 @@
+"""From a verified checkpoint into arrays: each straight into the sharding and the dtype that it is asked for in.
+
+It knows the manifest's tree and Orbax. It does not verify bytes: call :func:`jaxserve.checkpoint.manifest.verify`
+first, since Orbax would restore a flipped bit and follow a link without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from jaxserve.checkpoint import Progress, manifest, silent
+from jaxserve.checkpoint.parameters import FOLDER
+from jaxserve.errors import CheckpointError
+
+logging.getLogger("absl").setLevel(logging.WARNING)  # where Orbax tells of every file it opens
+
+
+def restore(folder: Path, abstract: Mapping[str, Any], progress: Progress = silent) -> dict[str, Any]:
+    """Loads the parameters of a version.
+
+    Args:
+        folder: the version's folder, already verified.
+        abstract: nested dicts of ``jax.ShapeDtypeStruct`` with the tree of the manifest. A leaf's sharding, if it has
+            one, is where its array goes, each device reading its part only; its dtype is what it is cast to.
+        progress: told "restore".
+
+    Returns:
+        The same tree of ``jax.Array``.
+
+    Raises:
+        CheckpointError: the tree, a shape or the kind of a dtype is not that of the checkpoint, or a read failed.
+    """
+    wanted = dict(_leaves(abstract, ""))
+    _check_tree(folder, wanted)
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
+    progress("restore", 0, total)
+    try:
+        params: dict[str, Any] = ocp.load(folder / FOLDER, abstract)
+        jax.block_until_ready(params)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / FOLDER} cannot be restored: {str(error)[:300]}") from error
+    _check_result(folder, wanted, dict(_leaves(params, "")))
+    progress("restore", total, total)
+    return params
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, child in tree.items():
+        if isinstance(child, Mapping):
+            yield from _leaves(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, child
+
+
+def _check_tree(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    stored = {leaf.path: leaf for leaf in manifest.read(folder).tree}
+    for path in sorted(stored.keys() ^ wanted.keys()):
+        side = "lacks" if path in wanted else "has"
+        raise CheckpointError(f"{folder} {side} the parameter {path}, contrary to its configuration.")
+    for path, leaf in wanted.items():
+        if stored[path].shape != tuple(leaf.shape):
+            raise CheckpointError(f"{folder}: {path} has shape {stored[path].shape}, wanted is {tuple(leaf.shape)}.")
+        own = np.dtype(stored[path].dtype)
+        floats = jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        if own != leaf.dtype and not floats:
+            raise CheckpointError(f"{folder}: {path} is {own.name}, which does not become {leaf.dtype.name}.")
+
+
+def _check_result(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], found: Mapping[str, Any]) -> None:
+    for path, leaf in wanted.items():
+        array = found.get(path)
+        same = isinstance(array, jax.Array) and array.shape == leaf.shape and array.dtype == leaf.dtype
+        if not same:
+            raise CheckpointError(f"{folder / FOLDER} holds something else than its manifest says for {path}.")
