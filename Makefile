@@ -11,7 +11,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test check bench constraints python
+.PHONY: setup serve test check bench tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
@@ -34,6 +34,9 @@ check: $(VENV)/.dev                  ## style, types, floors, sizes, what the do
 bench: $(VENV)/.dev                  ## tokens per second and times of the default model on this machine
 	$(VENV)/bin/jaxserve pull
 	$(VENV)/bin/jaxserve bench $(ARGS)
+
+tables: $(VENV)/.dev                 ## writes the README's tables anew from the code
+	$(VENV)/bin/python -m tests.house.tables
 
 constraints:                         ## writes requirements/py3*.txt anew, with an interpreter of each version
 	for version in $(VERSIONS); do $$($(MAKE) -s python VERSIONS=$$version) requirements/pin.py || exit; done

@@ -24,9 +24,9 @@ IN_ONE_PLACE = {
     "the command line's libraries": (r"^\s*(import|from) (click|rich)\b", ("cli/",)),
     "model families": (
         r"(?i)(llama(?!\.cpp)|mistral|mixtral|qwen|gemma|smollm|deepseek|\bphi-?\d|falcon|olmo)",
-        # A GGUF file names its tensors and its tokenizer by family: its readers translate those names. The default
+        # A GGUF file names its tensors and how text is cut by family: its readers translate those names. The default
         # model is a setting.
-        ("models/", "checkpoint/gguf_architectures.py", "text/gguf.py", "config/tree.py"),
+        ("models/", "checkpoint/gguf", "text/gguf", "config/tree.py"),
     ),
 }
 
