@@ -1,0 +1,75 @@
+"""From a Hugging Face configuration to a family: the file named after its ``model_type`` knows the facts.
+
+There is no registry: ``models/<model_type>.py`` with a function ``family(hf)`` is a family.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.decoder import Decoder, DecoderConfig, decoder_rules
+from jaxserve.models.weights import Rule
+
+MODEL_TYPE = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model as its checkpoint describes it.
+
+    Attributes:
+        config: shapes and switches.
+        rules: every weight and where it comes from.
+        ignored: prefixes of source tensors that carry no weight of this model.
+        build: makes the module, e.g. ``build(jnp.bfloat16, nnx.Rngs(0))``.
+    """
+
+    config: DecoderConfig
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...]
+    build: Callable[[DTypeLike, nnx.Rngs], Decoder]
+
+    def graphdef(self, dtype: DTypeLike) -> nnx.GraphDef[Decoder]:
+        """The module's structure without its weights: merge it with a parameter tree to get the module."""
+        abstract = nnx.eval_shape(lambda: self.build(dtype, nnx.Rngs(0)))
+        return nnx.split(abstract)[0]
+
+
+def decoder_family(config: DecoderConfig, ignored: tuple[str, ...] = ()) -> Family:
+    """A family whose module is the Llama-shaped ``Decoder``."""
+    # Old checkpoints carry the rotary table as a buffer; a tied model's head repeats the embedding.
+    tied = ("lm_head.weight",) if config.tied else ()
+    buffers = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.layers))
+    return Family(
+        config=config,
+        rules=decoder_rules(config),
+        ignored=ignored + tied + buffers,
+        build=lambda dtype, rngs: Decoder(config, dtype=dtype, rngs=rngs),
+    )
+
+
+def family_of(hf: Mapping[str, Any]) -> Family:
+    """The family that a ``config.json`` names.
+
+    Raises:
+        CheckpointError: no such family, or a configuration that it cannot serve.
+    """
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or not MODEL_TYPE.fullmatch(model_type):
+        raise CheckpointError(f"config.json: model_type {model_type!r} is no family's name", param="model_type")
+    name = f"{__package__}.{model_type}"
+    module = importlib.import_module(name) if importlib.util.find_spec(name) else None
+    read = getattr(module, "family", None)
+    if read is None or model_type == "family":
+        raise CheckpointError(f"config.json: model_type {model_type!r} is not supported", param="model_type")
+    family: Family = read(hf)
+    return family
