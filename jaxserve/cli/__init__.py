@@ -6,6 +6,7 @@ the modules beside this one, and they only put together what the rest of the pac
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -51,7 +52,8 @@ def run(arguments: Sequence[str]) -> int:
     except JaxserveError as error:
         return _fail(error.message, error.exit_code, debug=debug)
     except BrokenPipeError:
-        sys.stderr.close()  # or the interpreter complains about the pipe once more
+        # Nobody reads on. The interpreter flushes once more at its end: into nothing, or it would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001  nobody above could say it better
         sentence = f"unexpected {type(error).__name__}: {error} (`jaxserve --debug` shows where it came from)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -81,6 +82,19 @@ def test_config_mistakes_do_not_wait_for_jax():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.split() == ["78", "False"]
+
+
+def test_a_reader_that_leaves_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    script = "import sys; from jaxserve.cli import main; sys.argv = ['jaxserve', 'config', 'table']; main()"
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    finally:
+        os.close(write)
+    assert (result.returncode, result.stderr) == (1, b"")
 
 
 def test_main_exits(monkeypatch):
