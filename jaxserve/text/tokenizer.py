@@ -1,0 +1,171 @@
+"""``Tokenizer``: text to token ids and back, the same whichever library and file a vocabulary comes from.
+
+Knows control tokens, special ids, lengths and bytes. Does not know where a checkpoint comes from (``folder.py``,
+``gguf.py`` do), what a conversation is (``chat.py``) or how a stream is cut (``detokenize.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from jaxserve.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
+from jaxserve.text.backend import Backend
+from jaxserve.text.bound import LengthBound
+from jaxserve.text.control import ControlMatcher
+from jaxserve.text.folder import SpecialIds, read_folder, write_folder
+
+_PROBE = "Hello, world! 123\n"
+
+
+class Tokenizer:
+    """A vocabulary with its rules. Immutable; every method may be called from any thread.
+
+    Attributes:
+        vocab_size: ids lie in ``[0, vocab_size)``; a model's embedding may be padded beyond that.
+        bos_id, pad_id, unk_id: ids with a role, ``None`` if there is none.
+        eos_ids: every id that ends an output, the main one first.
+        adds_bos, adds_eos: whether ``encode(add_special=True)`` puts one there.
+        controls: spelling -> id of every control token.
+        special_tokens: ``bos_token``, ``eos_token``, ... -> spelling, as chat templates want them.
+        strips_space: the first space of a decoded text is the tokenizer's own and is dropped.
+    """
+
+    def __init__(self, backend: Backend, special: SpecialIds) -> None:
+        self._backend = backend
+        self._special = special
+        self._matcher = ControlMatcher(backend.added)
+        self._bound = LengthBound(backend.surfaces) if backend.covers_text else None
+        self.vocab_size = len(backend.spellings)
+        self.bos_id, self.pad_id, self.unk_id = special.bos, special.pad, special.unk
+        self.eos_ids = special.eos
+        self.adds_bos = special.bos is not None and special.bos in special.before
+        self.adds_eos = any(token in special.after for token in special.eos)
+        self.strips_space = backend.strips_space
+        self.controls: Mapping[str, int] = MappingProxyType(
+            {token.spelling: token.token for token in backend.added if token.control}
+        )
+        self._control_ids = frozenset(self.controls.values())
+        self.special_tokens: Mapping[str, str] = MappingProxyType(self._special_tokens())
+        self._check()
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Reads a checkpoint's ``tokenizer/`` folder or any Hugging Face folder. Raises CheckpointError."""
+        return cls(*read_folder(Path(folder)))
+
+    def save(self, folder: Path) -> None:
+        """Writes the files that ``load`` reads; the folder is made if it is not there."""
+        write_folder(Path(folder), self._backend, self._special)
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        inert: Collection[int] = frozenset(),
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Token ids of ``text``.
+
+        Args:
+            text: any string without lone surrogates.
+            add_special: put the tokens before and after it that the model expects around a bare text.
+            parse_special: text that spells a control token becomes that token; otherwise it stays text. (Added words
+                that are no control tokens are matched in both cases, as every other tokenizer does.)
+            inert: with ``parse_special``, character positions that no control token may cover.
+            max_tokens: most tokens the caller can use. A text that certainly has more is refused before the work is
+                done, any other after it.
+
+        Raises:
+            InvalidRequest: the text has a lone surrogate.
+            ContextLengthExceeded: there are more than ``max_tokens`` tokens.
+        """
+        _check_unicode(text)
+        special = self._special
+        if max_tokens is not None and self._bound is not None:
+            _check_length(self._bound.at_least(self._backend.normalize(text).encode()), max_tokens)
+        parts = self._matcher.split(text, inert) if parse_special else [text]
+        ids = self._backend.encode(parts)
+        if add_special:
+            ids = [*special.before, *ids, *special.after]
+        if max_tokens is not None:
+            _check_length(len(ids), max_tokens)
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
+        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD.
+
+        ``continues``: the ids follow others, so a space at the start is a real one.
+        """
+        data = b"".join(self.token_bytes(token, skip_special=skip_special) for token in ids)
+        if self.strips_space and not continues:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token: int, *, skip_special: bool = True) -> bytes:
+        """Exact bytes of one token: part of a character, perhaps; empty for control tokens if they are skipped.
+
+        Ids that the vocabulary does not define (a padded embedding has some) have no bytes.
+        """
+        if not 0 <= token < self.vocab_size or (skip_special and token in self._control_ids):
+            return b""
+        return self._backend.surfaces[token]
+
+    def token_text(self, token: int) -> str:
+        """One token for display: its text, a control token's spelling, or ``bytes:\\xe2\\x82`` for part of one."""
+        data = self.token_bytes(token, skip_special=False)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def token_id(self, spelling: str) -> int | None:
+        """The id of the control token with this spelling."""
+        return self.controls.get(spelling)
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token is a control token: it counts as generated but is no text."""
+        return token in self._control_ids
+
+    def info(self) -> dict[str, Any]:
+        """Facts for a client that tokenises on its own, in the words of ``tokenizer_config.json``."""
+        return {
+            **self.special_tokens,
+            "vocab_size": self.vocab_size,
+            "bos_token_id": self.bos_id,
+            "eos_token_id": list(self.eos_ids),
+            "pad_token_id": self.pad_id,
+            "add_bos_token": self.adds_bos,
+            "add_eos_token": self.adds_eos,
+            "special_tokens": dict(self.controls),
+        }
+
+    def _special_tokens(self) -> dict[str, str]:
+        special = self._special
+        ids = {"bos_token": special.bos, "eos_token": next(iter(special.eos), None)}
+        ids |= {"unk_token": special.unk, "pad_token": special.pad}
+        return {name: self._backend.spellings[token] for name, token in ids.items() if token is not None}
+
+    def _check(self) -> None:
+        """A vocabulary whose table of bytes does not fit its own encoder must not be served."""
+        ids = self.encode(_PROBE, add_special=False)
+        lossless = self._bound is not None and self._backend.normalize(_PROBE) == _PROBE
+        if not ids or max(ids) >= self.vocab_size or (lossless and self.decode(ids) != _PROBE):
+            raise CheckpointError("The tokenizer does not give a text back that it has encoded itself")
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"The text holds a lone surrogate (U+{ord(text[error.start]):04X}): it is not valid Unicode"
+        raise InvalidRequest(message, code="invalid_string") from None
+
+
+def _check_length(count: int, limit: int) -> None:
+    if count > limit:
+        raise ContextLengthExceeded(f"The prompt has at least {count} tokens; at most {limit} fit")
