@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI-shaped service in front of an engine. Nothing under this package imports JAX."""

@@ -1,0 +1,198 @@
+"""From deltas to text: however the engine cuts, the text, the tokens and the counts are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+
+import pytest
+
+from jaxserve.engine.request import Delta, FinishReason, SamplingParams
+from jaxserve.errors import EngineError, NumericalError, Overloaded, ShuttingDown
+from jaxserve.server.generation import Generation, Job
+
+
+def job(prompt: str = "hello", n: int = 1, stop: tuple[str, ...] = (), **sampling) -> Job:
+    params = SamplingParams(**{"max_tokens": 200, "seed": 5} | sampling)
+    return Job("job", (tuple(prompt.encode()),), params, n, stop)
+
+
+def collected(job: Job, model):
+    async def run():
+        generation = Generation.start(job, model)
+        try:
+            return await generation.collect(), generation
+        finally:
+            generation.cancel()
+
+    return asyncio.run(run())
+
+
+def streamed(job: Job, model):
+    """Text and tokens of each choice as pieces bring them, and the pieces."""
+
+    async def run():
+        generation = Generation.start(job, model)
+        pieces = [piece async for piece in generation.pieces()]
+        texts = ["" for _ in range(len(generation))]
+        for piece in pieces:
+            texts[piece.index] += piece.text
+        return texts, pieces, generation
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_stream_says_what_the_whole_says(seed, model, engine):
+    rng = random.Random(seed)
+    stop = tuple(rng.choice(["a", "b ", "é", "中文", "😀", "END", "ND ", "\ufffd", ". "]) for _ in range(seed % 3))
+    asked = job(prompt=str(seed), stop=stop, seed=seed, max_tokens=rng.choice([7, 200]), n=1 + seed % 2)
+    engine.widest = 1
+    outputs, one_by_one = collected(asked, model)
+    for widest in (1, 2, 5, 50):
+        engine.widest = widest
+        texts, pieces, generation = streamed(asked, model)
+        assert texts == [output.text for output in outputs]
+        assert generation.completion_tokens == one_by_one.completion_tokens
+        ends = {piece.index: piece.finish_reason for piece in pieces if piece.finish_reason}
+        assert ends == {output.index: output.finish_reason for output in outputs}
+        for text in texts:
+            assert not any(string in text for string in stop)
+    assert engine.active == set()
+
+
+def test_the_text_is_the_engines(model, engine):
+    engine.answer = "Grüße, 世界! 👩‍👧".encode()
+    (output,), generation = collected(job(), model)
+    assert output.text == "Grüße, 世界! 👩‍👧"
+    assert output.finish_reason == "stop"
+    assert generation.completion_tokens == len(engine.answer) + 1  # the stop token was generated, too
+    assert generation.prompt_tokens == 5
+
+
+def test_a_cut_character_is_marked(model, engine):
+    engine.answer = "né".encode()
+    (output,), generation = collected(job(max_tokens=2), model)
+    assert (output.text, output.finish_reason) == ("n\ufffd", "length")
+    assert generation.completion_tokens == 2
+
+
+@pytest.mark.parametrize("widest", [1, 4, 50])
+def test_a_stop_string_ends_the_count(widest, model, engine):
+    engine.answer, engine.widest = b"one STOP two", widest
+    (output,), generation = collected(job(stop=("STOP",)), model)
+    assert (output.text, output.finish_reason) == ("one ", "stop")
+    assert generation.completion_tokens == len("one STOP")
+    assert engine.active == set()
+
+
+def test_a_stop_string_frees_the_slot_at_once(model, engine):
+    engine.answer, engine.widest = b"one STOP" + b"x" * 100, 1
+    collected(job(stop=("STOP",)), model)
+    assert engine.cancelled == ["job-0"]
+
+
+def test_a_withheld_beginning_of_a_stop_string_comes_at_the_end(model, engine):
+    engine.answer = b"one STO"
+    (output,), _ = collected(job(stop=("STOP",)), model)
+    assert output.text == "one STO"
+
+
+def test_no_tokens_at_all(model):
+    (output,), generation = collected(job(max_tokens=0), model)
+    assert (output.text, output.finish_reason, generation.completion_tokens) == ("", "length", 0)
+
+
+def test_choices_have_seeds_of_their_own(model, engine):
+    outputs, generation = collected(job(n=3), model)
+    assert [request.sampling.seed for request in engine.submitted] == [5, 6, 7]
+    assert [request.id for request in engine.submitted] == ["job-0", "job-1", "job-2"]
+    assert len({output.text for output in outputs}) == 3
+    assert generation.prompt_tokens == 5
+    alone, _ = collected(job(seed=6), model)
+    assert alone[0].text == outputs[1].text
+
+
+def test_the_last_seed_is_followed_by_the_first(model, engine):
+    collected(job(n=2, seed=2**63 - 1), model)
+    assert [request.sampling.seed for request in engine.submitted] == [2**63 - 1, 0]
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+def test_logprobs_are_one_a_token_with_offsets_into_the_text(stop, model, engine):
+    engine.answer = "aé😀b".encode()
+    (output,), _ = collected(job(logprobs=2, stop=stop), model)
+    assert [token.offset for token in output.tokens] == [0, 1, 1, 2, 2, 2, 2, 3]
+    assert [len(token.top) for token in output.tokens] == [2] * 8
+    assert [token.id for token in output.tokens] == [engine.token_of(byte) for byte in engine.answer]
+
+
+def test_minus_infinity_has_a_number(model, engine):
+    engine.answer = model.tokenizer.token_bytes(7)
+    (output,), _ = collected(job(logprobs=0), model)
+    assert output.tokens[0].logprob == -9999.0
+
+
+def test_an_error_is_raised_and_frees_all(model, engine):
+    engine.fail_after = (1, NumericalError("Not a number."))
+    with pytest.raises(NumericalError):
+        collected(job(n=3), model)
+    assert engine.active == set()
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        (Delta(finish_reason=FinishReason.ERROR), EngineError),
+        (Delta(finish_reason=FinishReason.CANCELLED), ShuttingDown),
+        (Delta(), EngineError),  # and then nothing
+    ],
+)
+def test_other_ends_are_errors(last, error, model, engine, monkeypatch):
+    monkeypatch.setattr(engine, "_deltas", lambda _: [Delta((1,)), last])
+    with pytest.raises(error):
+        collected(job(), model)
+
+
+def test_all_choices_are_submitted_or_none(model, engine):
+    take = engine.submit
+
+    def submit(request):
+        if len(engine.submitted) == 2:
+            raise Overloaded("Full.")
+        return take(request)
+
+    engine.submit = submit
+    with pytest.raises(Overloaded):
+        Generation.start(job(n=3), dataclasses.replace(model, engine=engine))
+    assert engine.active == set()
+    assert len(engine.cancelled) == 2
+
+
+def test_leaving_early_frees_all(model, engine):
+    async def run() -> None:
+        generation = Generation.start(job(n=3), model)
+        pieces = generation.pieces()
+        await anext(pieces)
+        await pieces.aclose()
+        generation.cancel()
+        assert engine.active == set()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_waits_holds_the_choices_back(model, engine):
+    engine.answer, engine.widest = b"x" * 100, 1
+
+    async def run() -> None:
+        generation = Generation.start(job(n=2), model)
+        pieces = generation.pieces()
+        await anext(pieces)
+        await asyncio.sleep(0.05)
+        assert generation.completion_tokens < 10
+        await pieces.aclose()
+        generation.cancel()
+
+    asyncio.run(run())

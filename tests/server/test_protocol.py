@@ -1,0 +1,266 @@
+"""Hostile and broken clients on raw sockets: what uvicorn alone would accept for ever is cut off here."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import psutil
+import pytest
+import uvicorn
+
+from jaxserve.config import ServerConfig
+from jaxserve.server.protocol import HTTPConfig
+from jaxserve.server.serve import listen
+
+LIMITS = ServerConfig(
+    port=0,
+    max_header_bytes=4096,
+    max_headers=20,
+    header_timeout_s=0.4,
+    body_timeout_s=0.4,
+    keep_alive_timeout_s=1.0,
+    write_timeout_s=0.5,
+    drain_s=0.0,
+)
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+
+
+class App:
+    """Reads the body, then answers; ``/endless`` writes until the client is gone."""
+
+    def __init__(self) -> None:
+        self.disconnected = threading.Event()
+        self.calls = 0
+
+    async def __call__(self, scope, receive, send) -> None:
+        self.calls += 1
+        while (message := await receive())["type"] == "http.request" and message["more_body"]:
+            pass
+        if message["type"] == "http.disconnect":
+            self.disconnected.set()
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/endless":
+            for _ in range(1000):
+                await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+            await receive()
+            self.disconnected.set()
+            return
+        if scope["path"] == "/waiting":
+            await receive()
+            self.disconnected.set()
+        await send({"type": "http.response.body", "body": b"fine", "more_body": False})
+
+
+@pytest.fixture
+def app() -> App:
+    return App()
+
+
+@pytest.fixture
+def address(app) -> Iterator[tuple[str, int]]:
+    listener = listen(LIMITS)
+    server = uvicorn.Server(HTTPConfig(app, LIMITS))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    yield listener.getsockname()
+    server.should_exit = server.force_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def connect(address: tuple[str, int]) -> socket.socket:
+    return socket.create_connection(address, timeout=5)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What the server says until it closes."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := connection.recv(65536):
+            said += data
+    return said
+
+
+def code_of(said: bytes) -> tuple[int, str]:
+    """Status and error code of an answer that must have the shape of all errors."""
+    head, body = said.split(b"\r\n\r\n", 1)
+    assert b"connection: close" in head
+    return int(head.split()[1]), msgspec.json.decode(body)["error"]["code"]
+
+
+def pour(connection: socket.socket, data: bytes, times: int) -> int:
+    """Sends ``data`` again and again; how many bytes went out before the server would have no more."""
+    sent = 0
+    with contextlib.suppress(OSError):
+        for _ in range(times):
+            connection.sendall(data)
+            sent += len(data)
+    return sent
+
+
+def test_a_plain_request_is_served(address):
+    with connect(address) as connection:
+        connection.sendall(HEAD + b"content-length: 2\r\nconnection: close\r\n\r\n{}")
+        said = everything(connection)
+    assert said.startswith(b"HTTP/1.1 200")
+    assert b"fine" in said
+
+
+def test_a_connection_is_kept_and_then_closed(address):
+    with connect(address) as connection:
+        for _ in range(3):
+            connection.sendall(HEAD + b"content-length: 2\r\n\r\n{}")
+            said = b""
+            while not said.endswith(b"0\r\n\r\n"):
+                said += connection.recv(65536)
+            time.sleep(0.6)  # longer than a head may take, but nothing has come yet
+        assert everything(connection) == b""
+
+
+@pytest.mark.parametrize("piece", [b"x" * 65536, b"a: b\r\n" * 10_000])
+def test_an_endless_head_is_refused(address, piece):
+    memory = psutil.Process().memory_info().rss
+    with connect(address) as connection:
+        connection.sendall(HEAD + b"x: ")
+        sent = pour(connection, piece, 1000)
+        said = everything(connection)
+    assert sent < 20 * 2**20  # what fits into the kernel's buffers
+    assert not said or code_of(said) == (431, "headers_too_large")
+    assert psutil.Process().memory_info().rss - memory < 20 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("extra", "status"),
+    [
+        (b"x: " + b"y" * 3500 + b"\r\n", 200),
+        (b"x: " + b"y" * 4096 + b"\r\n", 431),
+        (b"a: b\r\n" * 17, 200),
+        (b"a: b\r\n" * 20, 431),
+    ],
+)
+def test_the_limits_of_a_head(address, extra, status):
+    with connect(address) as connection:
+        connection.sendall(HEAD + extra + b"content-length: 1000\r\nconnection: close\r\n\r\n" + b"x" * 1000)
+        said = everything(connection)
+    assert int(said.split()[1]) == status
+
+
+def test_a_large_body_in_one_piece_is_no_large_head(address):
+    with connect(address) as connection:
+        connection.sendall(HEAD + b"content-length: 100000\r\nconnection: close\r\n\r\n" + b"x" * 100_000)
+        assert everything(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_a_long_url_is_refused(address):
+    with connect(address) as connection:
+        connection.sendall(b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert code_of(everything(connection))[0] == 431
+
+
+def test_a_slow_head_is_cut_off(address):
+    with connect(address) as connection:
+        begin = time.monotonic()
+        for byte in HEAD * 10:
+            try:
+                connection.sendall(bytes([byte]))
+            except OSError:
+                break
+            time.sleep(0.05)
+            if time.monotonic() - begin > 1.0:
+                break
+        said = everything(connection)
+        assert time.monotonic() - begin < 2.0
+    assert not said or code_of(said) == (408, "request_timeout")
+
+
+def test_a_head_that_stops_is_told(address):
+    with connect(address) as connection:
+        connection.sendall(HEAD)
+        assert code_of(everything(connection)) == (408, "request_timeout")
+
+
+def test_a_silent_connection_is_closed(address):
+    with connect(address) as connection:
+        begin = time.monotonic()
+        assert everything(connection) == b""
+        assert time.monotonic() - begin < 2.0
+
+
+def test_a_slow_body_is_cut_off(address, app):
+    with connect(address) as connection:
+        connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+        assert code_of(everything(connection)) == (408, "request_timeout")
+    assert app.disconnected.wait(2)
+
+
+def test_a_body_in_time_may_be_followed_by_a_long_answer(address, app):
+    with connect(address) as connection:
+        connection.sendall(b"POST /waiting HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert not app.disconnected.wait(1.0)
+        connection.sendall(b"\r\n")  # some clients end a body with a line of their own
+        assert not app.disconnected.wait(0.6)
+    assert app.disconnected.wait(2)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"GET / HTTP/1.1\nhost: x\n\n",
+        HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+        HEAD + b"content-length: -1\r\n\r\n",
+        HEAD + b"content-length: 99999999999999999999999\r\n\r\n",
+        HEAD + b"x: a\r\n b\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+    ],
+)
+def test_what_is_no_http_is_refused(address, request_bytes):
+    with connect(address) as connection:
+        connection.sendall(request_bytes)
+        assert code_of(everything(connection)) == (400, "invalid_http")
+
+
+def test_a_second_request_may_not_come_early(address, app):
+    """Else reading stops until the first is answered, and nobody notices a client that hangs up."""
+    with connect(address) as connection:
+        connection.sendall(b"POST /waiting HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}" + HEAD + b"\r\n")
+        said = everything(connection)
+    assert said.count(b"HTTP/1.1") <= 1
+    assert app.disconnected.wait(2)
+    assert app.calls == 1
+
+
+def test_a_reader_that_takes_nothing_is_dropped(address, app):
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(address)
+        connection.sendall(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert app.disconnected.wait(5)
+
+
+def test_a_slow_reader_is_not_dropped(address, app):
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(address)
+        connection.sendall(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            connection.recv(2**17)
+            time.sleep(0.002)
+        assert not app.disconnected.is_set()
+
+
+def test_a_client_that_hangs_up_is_noticed(address, app):
+    with connect(address) as connection:
+        connection.sendall(b"POST /waiting HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+        connection.recv(65536)
+    assert app.disconnected.wait(2)
