@@ -89,9 +89,9 @@ def convert(
     try:
         files = _source_files(path)
         source = _identify(path, files, origin, progress)
-        existing = _existing(store, model, source, dtype)
+        existing = find_converted(store, model, source, dtype)
         if existing is not None:
-            return Published(model, existing, store.path(model, existing), fresh=False)
+            return existing
         with store.workspace(model) as work:
             arguments = {"path": str(path), "dtype": dtype, "content": str(work.content), "scratch": str(work.scratch)}
             size = sum(entry.bytes for entry in source.files)
@@ -104,6 +104,22 @@ def convert(
     except OSError as error:
         raise CheckpointError(f"Converting {path.name} failed: {error.strerror or error}.") from error
     return Published(model, version, store.path(model, version), fresh=True)
+
+
+def find_converted(store: Store, model: str, source: Source, dtype: str) -> Published | None:
+    """The newest intact version that the same files were converted into in the same way, if there is one."""
+    wanted = sorted((entry.path, entry.sha256) for entry in source.files)
+    for version in reversed(store.versions(model)):
+        folder = store.path(model, version)
+        try:
+            known = manifest.read(folder)
+            same = wanted == sorted((entry.path, entry.sha256) for entry in known.source.files)
+            if same and known.dtype == dtype:
+                manifest.verify(folder)
+                return Published(model, version, folder, fresh=False)
+        except CheckpointError:
+            continue  # damaged or of another schema: converted anew, and `verify` says what is wrong with the old one
+    return None
 
 
 def main() -> None:
@@ -144,22 +160,6 @@ def _identify(path: Path, files: dict[str, Path], origin: Source | None, progres
     if origin is None:
         origin = Source("folder" if path.is_dir() else "gguf", path.resolve().name, None, ())
     return msgspec.structs.replace(origin, files=tuple(entries))
-
-
-def _existing(store: Store, model: str, source: Source, dtype: str) -> str | None:
-    """The newest intact version that the same bytes were converted into in the same way."""
-    wanted = sorted((entry.path, entry.sha256) for entry in source.files)
-    for version in reversed(store.versions(model)):
-        folder = store.path(model, version)
-        try:
-            known = manifest.read(folder)
-            same = wanted == sorted((entry.path, entry.sha256) for entry in known.source.files)
-            if same and known.dtype == dtype:
-                manifest.verify(folder)
-                return version
-        except CheckpointError:
-            continue  # damaged or of another schema: converted anew, and `verify` says what is wrong with the old one
-    return None
 
 
 def _complete(

@@ -12,6 +12,7 @@ import hashlib
 import json
 import mmap
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,6 +144,13 @@ def _sizes(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
         else:
             kind = "a symbolic link" if stat.S_ISLNK(mode.st_mode) else "not a regular file"
             raise CheckpointError(f"{folder / entry.name} is {kind}; a checkpoint holds regular files only.")
+
+
+def require_space(folder: Path, needed: int, purpose: str) -> None:
+    """Raises CheckpointError unless the disk of ``folder`` has ``needed`` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(f"The checkpoints' disk has {free} bytes free, {purpose} needs {needed}.")
 
 
 def fsync_path(path: Path) -> None:

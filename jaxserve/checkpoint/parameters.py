@@ -11,7 +11,6 @@ files of its own, so that hashing runs in parallel and a damaged file's name tel
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1 as ocp
 
 from jaxserve.checkpoint import Progress
+from jaxserve.checkpoint.files import require_space
 from jaxserve.checkpoint.manifest import LeafEntry
 from jaxserve.errors import CheckpointError
 from jaxserve.models.weights import Rule, nest
@@ -101,7 +101,7 @@ def write_parameters(
     name = ("bfloat16" if source.quantised else "source") if dtype == "auto" else dtype
     leaves = {rule.param: _leaf(rule, table[rule.source], name) for rule in rules}
     total = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves.values())
-    _check_space(content, 2 * total + _SLACK_BYTES)
+    require_space(content, 2 * total + _SLACK_BYTES, "converting")
     maps: dict[str, NDArray[Any]] = {}
     done = 0
     for tensor_name, tensor in source.tensors():
@@ -151,12 +151,6 @@ def _leaf(rule: Rule, tensor: Tensor, dtype: str) -> LeafEntry:
     if tensor.dtype.kind in "iub":
         raise CheckpointError(f"Tensor {rule.source} holds {tensor.dtype.name}, a weight must be a floating number.")
     return LeafEntry(rule.param, rule.leaf_shape, tensor.dtype.name if dtype == "source" else dtype)
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise CheckpointError(f"The disk of the checkpoints' folder has {free} bytes free, converting needs {needed}.")
 
 
 def _stage(rule: Rule, tensor: NDArray[Any], dtype: np.dtype[Any], path: Path) -> NDArray[Any]:

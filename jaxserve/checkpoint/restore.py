@@ -21,7 +21,8 @@ from jaxserve.checkpoint import Progress, manifest, silent
 from jaxserve.checkpoint.parameters import FOLDER
 from jaxserve.errors import CheckpointError
 
-logging.getLogger("absl").setLevel(logging.WARNING)  # where Orbax tells of every file it opens
+# Orbax tells there of every file it opens, and warns of any layout but its default one.
+logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 def restore(folder: Path, abstract: Mapping[str, Any], progress: Progress = silent) -> dict[str, Any]:
@@ -29,8 +30,9 @@ def restore(folder: Path, abstract: Mapping[str, Any], progress: Progress = sile
 
     Args:
         folder: the version's folder, already verified.
-        abstract: nested dicts of ``jax.ShapeDtypeStruct`` with the tree of the manifest. A leaf's sharding, if it has
-            one, is where its array goes, each device reading its part only; its dtype is what it is cast to.
+        abstract: nested dicts of ``jax.ShapeDtypeStruct`` with the tree of the manifest. A leaf's sharding is where its
+            array goes, each device reading its part only; without one it goes to the first device. Its dtype is what
+            it is cast to.
         progress: told "restore".
 
     Returns:
@@ -44,7 +46,7 @@ def restore(folder: Path, abstract: Mapping[str, Any], progress: Progress = sile
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
     progress("restore", 0, total)
     try:
-        params: dict[str, Any] = ocp.load(folder / FOLDER, abstract)
+        params: dict[str, Any] = ocp.load(folder / FOLDER, _placed(abstract))
         jax.block_until_ready(params)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / FOLDER} cannot be restored: {str(error)[:300]}") from error
@@ -59,6 +61,13 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(child, f"{prefix}{name}.")
         else:
             yield prefix + name, child
+
+
+def _placed(abstract: Mapping[str, Any]) -> Any:
+    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first), dict(abstract)
+    )
 
 
 def _check_tree(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
