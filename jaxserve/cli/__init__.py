@@ -15,6 +15,7 @@ import click
 
 from jaxserve import __version__
 from jaxserve.cli.models import models, verify
+from jaxserve.cli.pull import pull
 from jaxserve.cli.settings import config
 from jaxserve.errors import JaxserveError
 
@@ -29,7 +30,7 @@ def cli(debug: bool) -> None:
     """Serve language models with JAX."""
 
 
-for command in (config, models, verify):
+for command in (config, models, pull, verify):
     cli.add_command(command)
 
 

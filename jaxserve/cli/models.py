@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 from jaxserve.checkpoint import manifest
+from jaxserve.checkpoint.catalog import read_catalog
 from jaxserve.checkpoint.store import Store
 from jaxserve.cli.options import SettingsCommand, takes_settings
 from jaxserve.cli.progress import MEGABYTE, ProgressBars
@@ -42,7 +43,7 @@ def models(context: click.Context) -> None:
 @models.command(name="list", cls=SettingsCommand)
 @takes_settings("checkpoints")
 def list_models(loaded: Loaded) -> None:
-    """List all versions of all models."""
+    """List all versions of all models, and what the catalogue knows besides."""
     store = Store(loaded.config.checkpoints.root)
     rows = [("MODEL", "VERSION", "", "DTYPE", "SIZE")]
     for model in store.models():
@@ -50,7 +51,10 @@ def list_models(loaded: Loaded) -> None:
         for version in store.versions(model):
             found = manifest.read(store.path(model, version))
             size = sum(entry.bytes for entry in found.files)
-            rows.append((model, version, marks.get(version, ""), found.dtype, f"{size / MEGABYTE:.1f} MB"))
+            rows.append((model, version, marks.get(version, ""), _dtypes(found), f"{size / MEGABYTE:.1f} MB"))
+    if loaded.config.checkpoints.catalog.is_file():
+        known = read_catalog(loaded.config.checkpoints.catalog)
+        rows += [(model, "-", "not pulled", "", "") for model in sorted(known.keys() - set(store.models()))]
     _print_table(rows)
 
 
@@ -71,7 +75,7 @@ def show(loaded: Loaded, model: str, version: str | None) -> None:
         ("source", f"{source.kind} {source.name}" + (f" at {source.revision}" if source.revision else "")),
         *((f"  {entry.path}", f"sha256 {entry.sha256}") for entry in source.files),
         ("licence", found.licence or "not named"),
-        ("parameters", f"{parameters:,} in {len(found.tree)} arrays of {found.dtype}"),
+        ("parameters", f"{parameters:,} in {len(found.tree)} arrays of {_dtypes(found)}"),
         ("tokenizer", ", ".join(found.tokenizer)),
         ("chat template", found.chat_template or "none"),
         ("goldens", found.goldens or "none"),
@@ -109,6 +113,10 @@ def gc(loaded: Loaded, model: str, keep: int) -> None:
     click.echo(
         "".join(f"{model}: {version} removed.\n" for version in removed) or f"{model}: nothing to remove.\n", nl=False
     )
+
+
+def _dtypes(found: manifest.Manifest) -> str:
+    return ", ".join(sorted({leaf.dtype for leaf in found.tree}))
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

@@ -25,7 +25,7 @@ class SettingsCommand(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
+            if record is not None and isinstance(parameter, click.Option):
                 groups.setdefault(_heading(parameter), []).append(record)
         for heading, records in groups.items():
             with formatter.section(heading):

@@ -6,6 +6,7 @@ import datetime
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jaxserve import cli
 from jaxserve.checkpoint import manifest
@@ -15,6 +16,7 @@ from jaxserve.checkpoint.store import Store
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> Store:
     monkeypatch.setenv("JAXSERVE_CHECKPOINTS__ROOT", str(tmp_path / "checkpoints"))
+    monkeypatch.setenv("JAXSERVE_CHECKPOINTS__CATALOG", str(tmp_path / "catalog.yaml"))
     return Store(tmp_path / "checkpoints")
 
 
@@ -72,6 +74,18 @@ def test_list_marks_what_is_in_use(capsys, publish):
             ["toy", first, "previous", "bfloat16", "0.0", "MB"],
             ["toy", second, "in", "use", "bfloat16", "2.0", "MB"],
         ]
+
+
+def test_list_tells_what_could_be_pulled(capsys, publish, tmp_path):
+    publish("toy", b"1", 1)
+    entry = {
+        "about": "a toy",
+        "licence": {"name": "MIT"},
+        "target": {"name": "a.gguf", "bytes": 1, "sha256": "0" * 64},
+        "wheels": [{"package": "a", "version": "1", "sha256": "0" * 64}],
+    }
+    tmp_path.joinpath("catalog.yaml").write_text(yaml.safe_dump({"toy": entry, "top": entry}))
+    assert [line.split() for line in run(capsys, "models")[2:]] == [["top", "-", "not", "pulled"]]
 
 
 def test_show(capsys, publish):
