@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,8 +17,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxserve.errors import CheckpointError
+from jaxserve.models.cache import KVCache, empty_cache
 from jaxserve.models.decoder import Decoder, DecoderConfig, decoder_rules
 from jaxserve.models.weights import Rule
+from jaxserve.plan import ModelShape
 
 MODEL_TYPE = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -31,12 +34,28 @@ class Family:
         rules: every weight and where it comes from.
         ignored: prefixes of source tensors that carry no weight of this model.
         build: makes the module, e.g. ``build(jnp.bfloat16, nnx.Rngs(0))``.
+        empty_cache: makes a cache of (slots, positions, dtype).
     """
 
     config: DecoderConfig
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...]
     build: Callable[[DTypeLike, nnx.Rngs], Decoder]
+    empty_cache: Callable[[int, int, DTypeLike], KVCache]
+
+    @property
+    def shape(self) -> ModelShape:
+        """What the plan needs to know."""
+        config = self.config
+        return ModelShape(
+            vocab_size=config.vocab_size,
+            parameters=sum(math.prod(rule.shape) for rule in self.rules),
+            cache_per_position=2 * config.layers * config.kv_heads * config.head_size,
+            max_positions=config.max_positions,
+            widest=max(config.ffn, config.width, config.heads * config.head_size),
+            heads=config.heads,
+            key_block=config.key_block,
+        )
 
     def graphdef(self, dtype: DTypeLike) -> nnx.GraphDef[Decoder]:
         """The module's structure without its weights: merge it with a parameter tree to get the module."""
@@ -54,6 +73,9 @@ def decoder_family(config: DecoderConfig, ignored: tuple[str, ...] = ()) -> Fami
         rules=decoder_rules(config),
         ignored=ignored + tied + buffers,
         build=lambda dtype, rngs: Decoder(config, dtype=dtype, rngs=rngs),
+        empty_cache=lambda slots, positions, dtype: empty_cache(
+            config.layers, slots, config.kv_heads, positions, config.head_size, dtype
+        ),
     )
 
 

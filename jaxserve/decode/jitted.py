@@ -1,0 +1,73 @@
+"""The functions that run on the device, jitted: what the server compiles ahead of time is what a notebook calls.
+
+Each takes the module's structure (``graphdef``, static) and its weights (``params``, a nested dict) apart:
+``nnx.split`` once, plain ``jax.jit``. The state is donated: after a call, use the one that came back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxserve.decode import score as scoring
+from jaxserve.decode import step as stepping
+from jaxserve.decode.sampling import SamplingRows, TokenScores
+from jaxserve.decode.step import Control, DecodeState, Emission, Strategy
+
+Params = dict[Any, Any]
+
+
+@partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("state",))
+def prefill(
+    graphdef: nnx.GraphDef[Any],
+    params: Params,
+    state: DecodeState,
+    slot: Int[Array, ""],
+    tokens: Int[Array, " t"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+) -> DecodeState:
+    """``decode.step.prefill``, one program a chunk length."""
+    return stepping.prefill(nnx.merge(graphdef, params), state, slot, tokens, start, count)
+
+
+@partial(jax.jit, static_argnames=("graphdef", "strategy", "max_steps"), donate_argnames=("state",))
+def run(
+    graphdef: nnx.GraphDef[Any],
+    params: Params,
+    state: DecodeState,
+    control: Control,
+    rows: SamplingRows,
+    steps: Int[Array, ""],
+    *,
+    strategy: Strategy,
+    max_steps: int,
+) -> tuple[DecodeState, Emission]:
+    """``decode.step.run``, one program a pool and strategy."""
+    return stepping.run(nnx.merge(graphdef, params), state, control, rows, steps, strategy, max_steps)
+
+
+@partial(jax.jit, static_argnames=("graphdef", "strategy"), donate_argnames=("state",))
+def step(
+    graphdef: nnx.GraphDef[Any], params: Params, state: DecodeState, rows: SamplingRows, *, strategy: Strategy
+) -> tuple[DecodeState, Emission]:
+    """``decode.step.step``: one pass, for whoever decodes by hand."""
+    return stepping.step(nnx.merge(graphdef, params), state, rows, strategy)
+
+
+@partial(jax.jit, static_argnames=("graphdef", "alternatives"))
+def score(
+    graphdef: nnx.GraphDef[Any], params: Params, tokens: Int[Array, "b t"], alternatives: int = 0
+) -> TokenScores:
+    """``decode.score.score``, one program a text length."""
+    return scoring.score(nnx.merge(graphdef, params), tokens, alternatives)
+
+
+@partial(jax.jit, static_argnames=("graphdef",))
+def logits(graphdef: nnx.GraphDef[Any], params: Params, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
+    """``decode.score.logits``, one program a text length."""
+    return scoring.logits(nnx.merge(graphdef, params), tokens)

@@ -1,0 +1,1 @@
+"""Continuous batching: requests of token ids in, deltas of token ids out. No HTTP, no text, no checkpoint."""

@@ -1,0 +1,253 @@
+"""The tick: schedule, dispatch, deliver what the dispatch before gave.
+
+Joins the scheduler (who), the programs (how) and the row tables (with what parameters). It runs in one thread; the
+notebook's synchronous ``generate`` and the server's thread both call ``tick``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import numpy as np
+
+from jaxserve.decode.step import Emission
+from jaxserve.engine.metrics import Metrics
+from jaxserve.engine.programs import CompileWatch, Programs, Progress
+from jaxserve.engine.request import Delta, FinishReason, Limits, Request, TokenLogprob
+from jaxserve.engine.rows import RowTable
+from jaxserve.engine.scheduler import Emitted, Policy, PrefillWork, Running, RunWork, Scheduler
+from jaxserve.errors import EngineError, JaxserveError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer of the synchronous ``generate``."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    error: JaxserveError | None = None
+
+
+def _ignore(phase: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+class Engine:
+    """Continuous batching over compiled programs.
+
+    Args:
+        programs: of one model under one plan; compiled here by ``warm_up``.
+        policy: what an operator tunes.
+        eos: tokens that end every request that does not ignore them.
+        clock: seconds, monotonic.
+        draw_seed: a seed for each request that brings none.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        policy: Policy,
+        *,
+        eos: Iterable[int] = (),
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        self.plan = programs.plan
+        self.metrics = metrics or Metrics()
+        self._programs = programs
+        self._scheduler = Scheduler(programs.plan, policy, eos)
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._rows = [RowTable(self.plan, pool) for pool in self.plan.pools]
+        self._states = [programs.empty(pool) for pool in range(len(self.plan.pools))]
+        self._in_flight: list[tuple[RunWork, Emission]] = []
+        self._ended: list[tuple[str, Delta]] = []
+        self._watch = CompileWatch(self.metrics.recompiles.inc)
+
+    @property
+    def limits(self) -> Limits:
+        """What a request may ask for."""
+        return self._scheduler.limits
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would do anything."""
+        return self._scheduler.has_work or bool(self._in_flight) or bool(self._ended)
+
+    def warm_up(self, progress: Progress = _ignore) -> None:
+        """Compiles every program of the plan, calls each once, and watches from then on that nothing compiles."""
+        self._programs.compile(progress)
+        self._watch.arm()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, Overloaded: at once, see ``Scheduler.submit``.
+        """
+        seed = request.sampling.seed
+        seed = self._draw_seed() if seed is None else seed
+        self._scheduler.submit(request, seed=seed, now=self._clock())
+        self._observe()
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request; its slot is free for the next tick. Nothing more is said about it."""
+        running = self._scheduler.cancel(request_id)
+        if running is not None:
+            self._account(running, FinishReason.CANCELLED)
+
+    def abandon(self, error: JaxserveError) -> list[tuple[str, Delta]]:
+        """Ends every request with an error."""
+        return self._report(self._scheduler.drop_all(error))
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Runs requests to their end, together, in this thread; the answers come in the order of the requests."""
+        tokens: dict[str, list[int]] = {request.id: [] for request in requests}
+        logprobs: dict[str, list[TokenLogprob]] = {request.id: [] for request in requests}
+        last: dict[str, Delta] = {}
+        for request in requests:
+            self.submit(request)
+        while self.has_work:
+            for request_id, delta in self.tick():
+                tokens[request_id] += delta.tokens
+                logprobs[request_id] += delta.logprobs
+                if delta.finish_reason is not None:
+                    last[request_id] = delta
+        return [
+            Completion(
+                request,
+                tuple(tokens[request.id]),
+                tuple(logprobs[request.id]),
+                last[request.id].finish_reason or FinishReason.ERROR,
+                last[request.id].error,
+            )
+            for request in requests
+        ]
+
+    # --- the tick -----------------------------------------------------------------------------------------------------
+
+    def tick(self) -> list[tuple[str, Delta]]:
+        """One round; returns what became known about which request.
+
+        The next dispatch starts before the last one's tokens are read: the device never waits for the host.
+        """
+        try:
+            tick = self._scheduler.schedule(self._clock())
+            said = self._report(tick.ended)
+            before, self._in_flight = self._in_flight, self._dispatch(tick.prefills, tick.runs)
+            said += [line for work, emission in before for line in self._deliver(work, emission)]
+        except Exception as fault:  # noqa: BLE001 - whatever a device throws, the requests must hear of it
+            said = self._recover(fault)
+        self._observe()
+        return said
+
+    def _dispatch(
+        self, prefills: Iterable[PrefillWork], runs: Iterable[RunWork]
+    ) -> list[tuple[RunWork, Emission]]:
+        for work in prefills:
+            running, chunk = work.running, work.chunk
+            tokens = np.zeros(chunk.bucket, np.int32)
+            tokens[: chunk.count] = running.request.prompt[chunk.start : chunk.start + chunk.count]
+            self._states[running.pool] = self._programs.prefill(
+                running.pool, chunk.bucket, self._states[running.pool], running.slot, tokens, chunk.start, chunk.count
+            )
+            self.metrics.dispatches.labels("prefill").inc()
+            self.metrics.prompt_tokens.inc(chunk.count)
+        return [(work, self._run(work)) for work in runs]
+
+    def _run(self, work: RunWork) -> Emission:
+        pool, table = work.pool, self._rows[work.pool]
+        control = self._programs.idle_control(pool)
+        for slot, _ in work.slots:
+            control.keep[slot] = True
+        for running in work.admitted:
+            slot, prompt = running.slot, running.request.prompt
+            table.set(slot, running.request, self._scheduler.stop_ids(running.request), running.seed)
+            control.admit[slot] = True
+            control.length[slot] = len(prompt) - 1
+            control.pending[slot, 0] = prompt[-1]
+            self.metrics.prompt_tokens.inc()
+            self.metrics.queue_time.observe((running.started or running.arrived) - running.arrived)
+        state, emission = self._programs.run(pool, self._states[pool], control, table.snapshot(), work.steps)
+        self._states[pool] = state
+        self.metrics.dispatches.labels("run").inc()
+        return emission
+
+    def _deliver(self, work: RunWork, emission: Emission) -> list[tuple[str, Delta]]:
+        given = jax.device_get(emission)
+        now = self._clock()
+        since = {slot: running.last_token for slot, running in work.slots}
+        emitted = {slot: _emitted(given, slot, running) for slot, running in work.slots}
+        deltas = self._scheduler.deliver(work, emitted, now)
+        for running, delta in deltas:
+            self._measure(running, delta, since[self._slot_of(work, running)], now)
+        return self._report(deltas)
+
+    def _recover(self, fault: Exception) -> list[tuple[str, Delta]]:
+        """A failed step has eaten the donated cache: everyone who held a slot loses it, everyone who waits goes on."""
+        error = EngineError(f"a step failed: {type(fault).__name__}")
+        error.__cause__ = fault
+        self._in_flight = []
+        self._states = [self._programs.empty(pool) for pool in range(len(self.plan.pools))]
+        return self._report(self._scheduler.fail_all(error))
+
+    # --- accounts -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _slot_of(work: RunWork, running: Running) -> int:
+        return next(slot for slot, holder in work.slots if holder is running)
+
+    def _report(self, deltas: Iterable[tuple[Running, Delta]]) -> list[tuple[str, Delta]]:
+        said = []
+        for running, delta in deltas:
+            if delta.finish_reason is not None:
+                self._account(running, delta.finish_reason)
+            said.append((running.request.id, delta))
+        return said
+
+    def _account(self, running: Running, reason: FinishReason) -> None:
+        self.metrics.finished.labels(reason.value).inc()
+        self.metrics.request_time.observe(self._clock() - running.arrived)
+        if running.slot >= 0:
+            self._rows[running.pool].clear(running.slot)
+
+    def _measure(self, running: Running, delta: Delta, since: float | None, now: float) -> None:
+        count = len(delta.tokens)
+        self.metrics.generated_tokens.inc(count)
+        if since is None and count:
+            self.metrics.first_token.observe(now - running.arrived)
+        elif since is not None:
+            for _ in range(count):
+                self.metrics.inter_token.observe((now - since) / count)
+
+    def _observe(self) -> None:
+        self.metrics.running.set(self._scheduler.running)
+        self.metrics.waiting.set(self._scheduler.waiting)
+        self.metrics.cache_usage.set(self._scheduler.cache_usage)
+
+
+def _emitted(log: Emission, slot: int, running: Running) -> Emitted:
+    """One slot's part of a dispatch's log ``[steps, rows, width]``."""
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    wanted = running.request.sampling.logprobs
+    for step in range(log.count.shape[0]):
+        for index in range(int(log.count[step, slot])):
+            token = int(log.tokens[step, slot, index])
+            tokens.append(token)
+            if wanted is None:
+                continue
+            ids = log.scores.top_ids[step, slot, index, :wanted].tolist()
+            values = log.scores.top[step, slot, index, :wanted].tolist()
+            chosen = float(log.scores.chosen[step, slot, index])
+            logprobs.append(TokenLogprob(token, chosen, tuple(zip(ids, values, strict=True))))
+    return Emitted(tuple(tokens), tuple(logprobs), bool(log.finite[:, slot].all()))

@@ -1,0 +1,145 @@
+"""The executables: exactly those of the plan, compiled before the engine is ready, and nothing afterwards.
+
+Knows how a ``Program`` of the plan is lowered, compiled and called, and watches that no other compilation happens.
+Knows no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.decode import jitted
+from jaxserve.decode.sampling import SamplingRows
+from jaxserve.decode.step import Control, DecodeState, Emission, Strategy, empty_state
+from jaxserve.engine.rows import RowTable
+from jaxserve.models.family import Family
+from jaxserve.plan import Plan, PoolPlan, Program
+
+Progress = Callable[[str, int, int], None]
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileWatch:
+    """Counts compilations in this process from the moment it is armed; ``on_compile`` is called for each."""
+
+    def __init__(self, on_compile: Callable[[], None]) -> None:
+        self._on_compile = on_compile
+        self._armed = False
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def arm(self) -> None:
+        """From now on a compilation is a fault."""
+        self._armed = True
+
+    def close(self) -> None:
+        """Stops counting. JAX offers no way to take a listener back, so it stays, deaf."""
+        self._armed = False
+
+    def _heard(self, event: str, *_: float, **__: str | int) -> None:
+        if self._armed and event == COMPILED:
+            self._on_compile()
+
+
+class Programs:
+    """The compiled programs of one model under one plan.
+
+    Args:
+        graphdef: the module's structure.
+        params: its weights, as ``nnx`` keys them, in place on the device.
+    """
+
+    def __init__(
+        self, plan: Plan, family: Family, graphdef: nnx.GraphDef[Any], params: dict[Any, Any], strategy: Strategy
+    ) -> None:
+        self.plan = plan
+        self.strategy = strategy
+        self._family = family
+        self._graphdef = graphdef
+        self._params = params
+        self._dtype = jnp.dtype(plan.dtype)
+        self._executables: dict[Program, jax.stages.Compiled] = {}
+
+    def empty(self, pool: int) -> DecodeState:
+        """A pool's state with nothing in it."""
+        shape = self.plan.pools[pool]
+        return empty_state(self._family.empty_cache(shape.rows, shape.positions, self._dtype), self.strategy)
+
+    def compile(self, progress: Progress) -> None:
+        """Lowers, compiles and calls every program of the plan once."""
+        programs = self.plan.programs()
+        for done, program in enumerate(programs):
+            progress("compiling", done, len(programs))
+            self._executables[program] = self._lower(program).compile()
+        for pool in range(len(self.plan.pools)):
+            self._call_once(pool)
+        progress("compiling", len(programs), len(programs))
+
+    def workspace_bytes(self) -> dict[Program, int]:
+        """What each executable needs beside its arguments and results, by the compiler's own account."""
+        return {
+            program: executable.memory_analysis().temp_size_in_bytes
+            for program, executable in self._executables.items()
+        }
+
+    def prefill(
+        self, pool: int, bucket: int, state: DecodeState, slot: int, tokens: np.ndarray, start: int, count: int
+    ) -> DecodeState:
+        """Reads one padded chunk of a prompt; ``state`` is donated."""
+        executable = self._executables[Program("prefill", pool, bucket)]
+        scalars = (np.int32(slot), tokens, np.int32(start), np.int32(count))
+        after: DecodeState = executable(self._params, state, *scalars)
+        return after
+
+    def run(
+        self, pool: int, state: DecodeState, control: Control, rows: SamplingRows, steps: int
+    ) -> tuple[DecodeState, Emission]:
+        """Decodes; ``state`` is donated."""
+        executable = self._executables[Program("run", pool)]
+        after: tuple[DecodeState, Emission] = executable(self._params, state, control, rows, np.int32(steps))
+        return after
+
+    def idle_control(self, pool: int) -> Control:
+        """A control that stops every row and admits none."""
+        rows, width = self.plan.pools[pool].rows, self.strategy.width
+        return Control(
+            keep=np.zeros(rows, bool),
+            admit=np.zeros(rows, bool),
+            length=np.zeros(rows, np.int32),
+            pending=np.zeros((rows, width), np.int32),
+            pending_count=np.ones(rows, np.int32),
+        )
+
+    def _lower(self, program: Program) -> jax.stages.Lowered:
+        pool = self.plan.pools[program.pool]
+        state = jax.eval_shape(lambda: self.empty(program.pool))
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        if program.kind == "prefill":
+            tokens = jax.ShapeDtypeStruct((program.bucket,), jnp.int32)
+            return jitted.prefill.lower(self._graphdef, self._params, state, scalar, tokens, scalar, scalar)
+        control = self.idle_control(program.pool)
+        rows = RowTable(self.plan, pool).snapshot()
+        return jitted.run.lower(
+            self._graphdef,
+            self._params,
+            state,
+            control,
+            rows,
+            scalar,
+            strategy=self.strategy,
+            max_steps=self.plan.steps_per_dispatch,
+        )
+
+    def _call_once(self, pool: int) -> None:
+        """The first call allocates and links; it must not be a request's."""
+        shape: PoolPlan = self.plan.pools[pool]
+        state = self.empty(pool)
+        for bucket in shape.buckets:
+            state = self.prefill(pool, bucket, state, 0, np.zeros(bucket, np.int32), 0, 1)
+        rows = RowTable(self.plan, shape).snapshot()
+        jax.block_until_ready(self.run(pool, state, self.idle_control(pool), rows, 1))
