@@ -24,8 +24,8 @@ class Backend(Protocol):
         surfaces: token id -> the exact bytes of text it stands for (UTF-8, perhaps part of a character).
         added: tokens that are matched by spelling; the control tokens among them.
         strips_space: the first space of a decoded text is the tokenizer's own and is dropped.
-        covers_text: the tokens of a text always cover every byte of it after normalisation, so that lengths can be
-            bounded; false if unknown characters are merged or anything is thrown away.
+        dropped: bytes that no token stands for and that are left out of a text; its tokens cover every other byte
+            of it after normalisation. ``None`` if that is not so: unknown characters are merged, spaces are eaten.
         around: ids that the library itself puts before and after a text when asked for special tokens.
     """
 
@@ -33,7 +33,7 @@ class Backend(Protocol):
     surfaces: list[bytes]
     added: tuple[AddedToken, ...]
     strips_space: bool
-    covers_text: bool
+    dropped: bytes | None
     around: tuple[tuple[int, ...], tuple[int, ...]]
 
     def encode(self, parts: Sequence[str | int]) -> list[int]:

@@ -22,7 +22,9 @@ _CLASSES = (
 class LengthBound:
     """Bounds token counts by byte counts; knows the vocabulary only by the longest run of each class in a token."""
 
-    def __init__(self, surfaces: Iterable[bytes]) -> None:
+    def __init__(self, surfaces: Iterable[bytes], dropped: bytes = b"") -> None:
+        """Measures the tokens' ``surfaces``; ``dropped`` are bytes that tokens do not cover."""
+        self._dropped = dropped
         longest = [1] * len(_CLASSES)
         for surface in surfaces:
             for index, count in enumerate(_count(surface)):
@@ -32,7 +34,8 @@ class LengthBound:
 
     def at_least(self, text: bytes) -> int:
         """A number of tokens that ``text`` (UTF-8) certainly has or exceeds."""
-        return max(math.ceil(count / most) for count, most in zip(_count(text), self._longest, strict=True))
+        counts = _count(text.translate(None, self._dropped))
+        return max(math.ceil(count / most) for count, most in zip(counts, self._longest, strict=True))
 
 
 def _count(data: bytes) -> list[int]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 
 _WHITESPACE = "\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
 _SPACES = re.compile(f"[{_WHITESPACE}]*")
-_WORD = re.compile(r"\w")
+_WORD_CATEGORIES = ("L", "M", "Nd", "Nl", "Pc")  # Unicode's \w; Python's own differs in marks and fractions
+_OTHER_WORD = re.compile("[\u200c\u200d\u24b6-\u24e9\U0001f130-\U0001f149\U0001f150-\U0001f169\U0001f170-\U0001f189]")
 
 _END_OF_TURN = (
     "<|im_end|>",
@@ -125,5 +127,7 @@ def _end_of_spaces(text: str, at: int) -> int:
 
 
 def _touches_word(text: str, start: int, stop: int) -> bool:
-    before = start > 0 and _WORD.match(text, start - 1) is not None
-    return before or _WORD.match(text, stop) is not None
+    return any(
+        unicodedata.category(character).startswith(_WORD_CATEGORIES) or _OTHER_WORD.match(character)
+        for character in text[max(0, start - 1) : start] + text[stop : stop + 1]
+    )

@@ -56,8 +56,8 @@ class SentencePieceBackend:
         self.added = tuple(_added(index, piece, flags) for index, piece in enumerate(proto.pieces) if _is_added(piece))
         spec = proto.normalizer_spec
         self.strips_space = bool(spec.add_dummy_prefix or spec.remove_extra_whitespaces)
-        fallback = sum(piece.type == BYTE for piece in proto.pieces)
-        self.covers_text = fallback == 256 and not any(token.lstrip or token.rstrip for token in self.added)
+        covered = sum(piece.type == BYTE for piece in proto.pieces) == 256
+        self.dropped = None if not covered or any(token.lstrip or token.rstrip for token in self.added) else b""
         self.around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self.bos_id, self.eos_id = int(self._first.bos_id()), int(self._first.eos_id())
         self.pad_id, self.unk_id = int(self._first.pad_id()), int(self._first.unk_id())
@@ -130,6 +130,8 @@ def _parse(data: bytes, source: str) -> Any:
     # A file cut between two pieces still parses; what comes after the pieces shows that it is whole.
     if not proto.pieces or not proto.HasField("trainer_spec") or not proto.HasField("normalizer_spec"):
         raise CheckpointError(f"{source} is not a whole SentencePiece model: pieces or specifications are missing")
+    if any(isinstance(piece.piece, bytes) for piece in proto.pieces):
+        raise CheckpointError(f"{source} is not a SentencePiece model: a piece is not UTF-8")
     if proto.trainer_spec.treat_whitespace_as_suffix:
         raise CheckpointError(f"{source} writes spaces behind words (treat_whitespace_as_suffix): not supported")
     return proto

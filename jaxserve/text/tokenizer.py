@@ -37,7 +37,7 @@ class Tokenizer:
         self._backend = backend
         self._special = special
         self._matcher = ControlMatcher(backend.added)
-        self._bound = LengthBound(backend.surfaces) if backend.covers_text else None
+        self._bound = None if backend.dropped is None else LengthBound(backend.surfaces, backend.dropped)
         self.vocab_size = len(backend.spellings)
         self.bos_id, self.pad_id, self.unk_id = special.bos, special.pad, special.unk
         self.eos_ids = special.eos
@@ -54,7 +54,11 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Reads a checkpoint's ``tokenizer/`` folder or any Hugging Face folder. Raises CheckpointError."""
-        return cls(*read_folder(Path(folder)))
+        backend, special = read_folder(Path(folder))
+        try:
+            return cls(backend, special)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
 
     def save(self, folder: Path) -> None:
         """Writes the files that ``load`` reads; the folder is made if it is not there."""

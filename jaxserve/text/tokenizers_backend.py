@@ -44,26 +44,36 @@ class TokenizersBackend:
         CheckpointError for anything that is no tokenizer or that decodes in a way not known here.
         """
         definition = _parse(text, source)
-        if _declare(definition, extra):
-            text = json.dumps(definition, ensure_ascii=False)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{source} is not a usable tokenizer: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # control tokens are our own matcher's business
-        self.added = tuple(self._added_token(entry, source) for entry in definition["added_tokens"] if entry["content"])
-        self.spellings = self._read_spellings(source)
-        self.surfaces, byte_complete = self._read_surfaces(definition, source)
-        self.covers_text = byte_complete and _keeps_all(definition["pre_tokenizer"]) and not self._eats_spaces()
-        self.strips_space = _strips_space(definition["decoder"])
-        self.around = self._probe_post_processor()
+            self._read(definition, text if not _declare(definition, extra) else json.dumps(definition), source)
+        except BaseException as error:
+            # The library raises plain Exception, and for some malformed files its panics, which are no Exception.
+            if isinstance(error, CheckpointError) or not (isinstance(error, Exception) or _is_panic(error)):
+                raise
+            raise CheckpointError(f"{source} is not a usable tokenizer: {error!r}") from error
         # An added token of our own stands in for each control token while the text around it is tokenised, so that
         # the library sees exactly the pieces it would cut itself. Nobody can guess its spelling.
         self._stand_in = f"\U0010ffff{secrets.token_hex(16)}\U0010ffff"
         self._tokenizer.add_tokens([tokenizers.AddedToken(self._stand_in, normalized=False)])
         self._stand_in_id = self._tokenizer.token_to_id(self._stand_in)
+
+    def _read(self, definition: dict[str, Any], text: str, source: str) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # control tokens are our own matcher's business
+        added = [self._added_token(entry, source) for entry in definition["added_tokens"] if entry["content"]]
+        # Added words that the library looks for in normalised text it finds after all others.
+        late = {entry["content"] for entry in definition["added_tokens"] if entry.get("normalized", True)}
+        self.added = tuple(token for token in added if token.control or token.spelling not in late)
+        self.spellings = self._read_spellings(source)
+        self.surfaces, self.dropped = self._read_surfaces(definition, source)
+        for token in added:
+            self.surfaces[token.token] = token.spelling.encode()
+        if not _keeps_all(definition["pre_tokenizer"]) or any(token.lstrip or token.rstrip for token in added):
+            self.dropped = None
+        self.strips_space = _strips_space(definition["decoder"])
+        self.around = self._probe_post_processor()
 
     def encode(self, parts: Sequence[str | int]) -> list[int]:
         """See ``Backend.encode``."""
@@ -105,9 +115,6 @@ class TokenizersBackend:
             single_word=bool(entry.get("single_word")),
         )
 
-    def _eats_spaces(self) -> bool:
-        return any(token.lstrip or token.rstrip for token in self.added)
-
     def _read_spellings(self, source: str) -> list[str]:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -117,21 +124,22 @@ class TokenizersBackend:
             spellings[token] = spelling
         return spellings
 
-    def _read_surfaces(self, definition: Mapping[str, Any], source: str) -> tuple[list[bytes], bool]:
-        """Bytes of every token, and whether every byte that a text can hold has a token of its own."""
+    def _read_surfaces(self, definition: Mapping[str, Any], source: str) -> tuple[list[bytes], bytes | None]:
+        """Bytes of every token, and ``dropped`` as far as the model decides it."""
+        model = definition["model"]
         kinds = {entry["type"] for entry in _flatten(definition["decoder"], "decoders")}
         if kinds and kinds <= {"ByteLevel", "Fuse"}:
             surfaces = [_from_letters(spelling) for spelling in self.spellings]
             alone = [surface for surface in surfaces if len(surface) == 1]
         elif kinds and kinds <= _SPACE_DECODERS:
-            falls_back = bool(definition["model"].get("byte_fallback"))
+            falls_back = bool(model.get("byte_fallback"))
             surfaces = [_from_marked(spelling, falls_back) for spelling in self.spellings]
             alone = [byte for spelling in self.spellings if falls_back and (byte := fallback_byte(spelling))]
         else:
             raise CheckpointError(f"{source} has a decoder that is not supported: {sorted(kinds) or None}")
-        for token in self.added:
-            surfaces[token.token] = token.spelling.encode()
-        return surfaces, definition["model"].get("type") == "BPE" and {byte[0] for byte in alone} >= _UTF8_BYTES
+        missing = bytes(sorted(_UTF8_BYTES - {byte[0] for byte in alone}))
+        skips_unknown = "ByteLevel" in kinds and model.get("unk_token") is None
+        return surfaces, missing if model.get("type") == "BPE" and (skips_unknown or not missing) else None
 
     def _probe_post_processor(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
@@ -140,6 +148,10 @@ class TokenizersBackend:
             if full[start : start + len(plain)] == plain:
                 return tuple(full[:start]), tuple(full[start + len(plain) :])
         return (), ()
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"  # the class cannot be imported
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
