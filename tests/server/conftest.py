@@ -25,6 +25,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxserve.config import ServerConfig
 from jaxserve.engine.request import Delta, FinishReason, Limits, Request, TokenLogprob
 from jaxserve.errors import JaxserveError
+from jaxserve.server.app import create_app
 from jaxserve.server.serve import Server, listen
 from jaxserve.server.service import ServedModel, Service
 from jaxserve.text.chat import ChatTemplate
@@ -187,7 +188,7 @@ def model(engine, tokenizer) -> ServedModel:
 @pytest.fixture
 def config() -> ServerConfig:
     """Settings for tests; a test module overrides the fixture to change them."""
-    return ServerConfig(port=0, lame_duck_s=0.0, drain_s=1.0, max_body_bytes=200_000)
+    return ServerConfig(port=0, lame_duck_s=0.0, drain_s=1.0, max_body_bytes=400_000)
 
 
 @pytest.fixture
@@ -245,6 +246,32 @@ def client(served) -> Iterator[httpx2.Client]:
     """An HTTP client of that server."""
     with httpx2.Client(base_url=served.url, timeout=10) as client:
         yield client
+
+
+@pytest.fixture
+def ask(service) -> Any:
+    """Asks the service without a socket: ``ask("POST", "/generate", {...})``; bytes go out as they are."""
+    app = create_app(service)
+
+    def ask(method: str, path: str, body: Any = None, headers: Any = ()) -> httpx2.Response:
+        async def run() -> httpx2.Response:
+            transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://x") as client:
+                content = body if isinstance(body, bytes) or body is None else msgspec.json.encode(body)
+                given = httpx2.Headers({} if body is None else {"content-type": "application/json"})
+                more = httpx2.Headers(headers)
+                lines = [(name, value) for name, value in given.raw if name.decode() not in more] + more.raw
+                return await client.request(method, path, content=content, headers=lines)
+
+        return asyncio.run(run())
+
+    return ask
+
+
+@pytest.fixture
+def serve_it() -> Any:
+    """``with serve_it(service) as served``, for tests that stop it themselves."""
+    return serving
 
 
 @pytest.fixture
