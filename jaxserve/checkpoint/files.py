@@ -172,7 +172,7 @@ def fsync_tree(folder: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Writes a small file so that a reader or a crash at any instant meets the old text or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f".tmp-{path.name}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

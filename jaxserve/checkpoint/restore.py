@@ -48,8 +48,9 @@ def restore(folder: Path, abstract: Mapping[str, Any], progress: Progress = sile
     try:
         params: dict[str, Any] = ocp.load(folder / FOLDER, _placed(abstract))
         jax.block_until_ready(params)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / FOLDER} cannot be restored: {str(error)[:300]}") from error
+    except Exception as error:  # not less: Orbax raises Exception itself where a file cannot be read
+        reason = str(error).partition("\n")[0][:300]
+        raise CheckpointError(f"{folder / FOLDER} cannot be restored: {type(error).__name__}: {reason}") from error
     _check_result(folder, wanted, dict(_leaves(params, "")))
     progress("restore", total, total)
     return params

@@ -123,6 +123,8 @@ class Store:
         """
         if keep < 0:
             raise CheckpointError(f"gc cannot keep {keep} versions.")
+        if not self._folder(model).is_dir():
+            raise CheckpointError(f"There is no model {model!r} in {self.root}.")
         with self._locked():
             for entry in self._folder(model).glob(f"{_TEMPORARY}*"):
                 self._remove_abandoned(entry)
@@ -221,15 +223,16 @@ class Store:
                 folder.parent.rmdir()  # succeeds only when nothing else is in it
 
     @staticmethod
-    def _remove_abandoned(folder: Path) -> None:
+    def _remove_abandoned(entry: Path) -> None:
+        if not entry.is_dir():
+            entry.unlink()  # a pointer file that did not get its name
+            return
         try:
-            with _exclusive(folder / "lock", wait=False):
+            with _exclusive(entry / "lock", wait=False):
                 pass
         except BlockingIOError:
             return  # its maker is alive
-        except OSError:
-            pass  # made an instant ago or half removed
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 @contextlib.contextmanager
