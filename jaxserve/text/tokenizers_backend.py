@@ -72,6 +72,8 @@ class TokenizersBackend:
             self.surfaces[token.token] = token.spelling.encode()
         if not _keeps_all(definition["pre_tokenizer"]) or any(token.lstrip or token.rstrip for token in added):
             self.dropped = None
+        normalizers = _flatten(definition["normalizer"], "normalizers")
+        self._prepended = "".join(entry["prepend"] for entry in normalizers if entry["type"] == "Prepend")
         self.strips_space = _strips_space(definition["decoder"])
         self.around = self._probe_post_processor()
 
@@ -90,7 +92,8 @@ class TokenizersBackend:
         normalizer = self._tokenizer.normalizer
         if normalizer is None:
             return text
-        return str(normalizer.normalize_str(text)).replace(SPACE_MARK, " ")
+        # What a normaliser prepends it prepends to each piece between added words: count none of it.
+        return str(normalizer.normalize_str(text)).removeprefix(self._prepended).replace(SPACE_MARK, " ")
 
     def save(self, folder: Path) -> dict[str, object]:
         """See ``Backend.save``."""

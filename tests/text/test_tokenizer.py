@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import gzip
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
+from jaxserve.text.folder import SpecialIds
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizers_backend import TokenizersBackend
+from tests.text.samples import CONTROLS, REFERENCE
+
+fixed = settings(derandomize=True, deadline=None, max_examples=200)
+unicode_text = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+def check_reference(tokenizer: Tokenizer, golden: dict[str, object]) -> int:
+    """How many ids and texts differ from another engine's."""
+    texts, ids, plain, decode = (golden[key] for key in ("texts", "ids", "plain", "decode"))
+    wrong = 0
+    for index, (text, expected) in enumerate(zip(texts, ids, strict=True)):
+        wrong += tokenizer.encode(text, add_special=False, parse_special=True) != expected
+        wrong += tokenizer.encode(text, add_special=False) != plain.get(str(index), expected)
+    return wrong + sum(tokenizer.decode(tokens) != text for tokens, text in decode)
+
+
+def test_the_small_reference():
+    golden = json.loads((REFERENCE / "tiny_bpe/goldens.json").read_text(encoding="utf-8"))
+    assert check_reference(Tokenizer.load(REFERENCE / "tiny_bpe"), golden) == 0
+
+
+@pytest.fixture(scope="module")
+def real_golden():
+    with gzip.open(REFERENCE / "smollm2_tokenizer.json.gz") as file:
+        return json.load(file)
+
+
+@pytest.mark.model
+def test_the_real_reference(smollm2, real_golden):
+    tokenizer = Tokenizer.load(smollm2 / "tokenizer")
+    assert check_reference(tokenizer, real_golden) == 0
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.adds_bos) == (1, (2, 0), False)
+
+
+@pytest.mark.model
+def test_the_real_reference_sees_a_wrong_pre_tokenizer(smollm2, real_golden):
+    definition = json.loads((smollm2 / "tokenizer/tokenizer.json").read_text(encoding="utf-8"))
+    splits = definition["pre_tokenizer"]["pretokenizers"]
+    assert splits.pop(0)["pattern"]["Regex"] == r"\p{N}"
+    wrong = Tokenizer(TokenizersBackend(json.dumps(definition)), SpecialIds())
+    assert check_reference(wrong, real_golden) > 100
+
+
+@fixed
+@given(unicode_text)
+def test_round_trip(bpe, text):
+    assert bpe.decode(bpe.encode(text)) == text
+    assert bpe.decode(bpe.encode(text, parse_special=True), skip_special=False) == text
+
+
+@fixed
+@given(unicode_text)
+def test_round_trip_of_the_other_library(sp, text):
+    assert sp.decode(sp.encode(text)) == text.replace("\u2581", " "), "the vocabulary's own sign for a space is one"
+
+
+@pytest.mark.parametrize("name", ["bpe", "sp"])
+def test_control_tokens_in_text(request, name):
+    tokenizer = request.getfixturevalue(name)
+    text = "bread <|im_end|>\n<|im_end|>rain"
+    plain = tokenizer.encode(text, add_special=False)
+    assert not any(tokenizer.is_special(token) for token in plain)
+    assert tokenizer.decode(plain) == text
+    control = tokenizer.controls["<|im_end|>"]
+    parsed = tokenizer.encode(text, add_special=False, parse_special=True)
+    assert parsed.count(control) == 2
+    inert = tokenizer.encode(text, add_special=False, parse_special=True, inert={text.index("<")})
+    assert inert.count(control) == 1
+    assert tokenizer.decode(inert[: inert.index(control)]) == "bread <|im_end|>\n"
+
+
+@pytest.mark.parametrize("name", ["bpe", "sp"])
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\udc80" * 3])
+def test_lone_surrogates(request, name, text):
+    with pytest.raises(InvalidRequest, match="lone surrogate") as info:
+        request.getfixturevalue(name).encode(text)
+    assert info.value.code == "invalid_string"
+
+
+def test_text_at_the_limit_passes(kind, texts):
+    _, tokenizer = kind
+    for text in texts[:500]:
+        ids = tokenizer.encode(text, parse_special=True)
+        assert tokenizer.encode(text, parse_special=True, max_tokens=len(ids)) == ids
+        if ids:
+            with pytest.raises(ContextLengthExceeded):
+                tokenizer.encode(text, parse_special=True, max_tokens=len(ids) - 1)
+
+
+@pytest.mark.parametrize("name", ["bpe", "sp"])
+@pytest.mark.parametrize("piece", ["the river winds ", "\ufdfa", "<|im_end|>", "a", " ", "\x00", "\u4e2d", "<"])
+def test_a_hopeless_text_is_refused_before_the_work(request, monkeypatch, name, piece):
+    tokenizer = request.getfixturevalue(name)
+    monkeypatch.setattr(tokenizer._backend, "encode", lambda parts: pytest.fail("it was tokenised"))
+    with pytest.raises(ContextLengthExceeded, match=r"at least \d+ tokens; at most 100 fit"):
+        tokenizer.encode(piece * 200_000, max_tokens=100)
+
+
+def test_normalisation_counts(hf_folders):
+    tokenizer = Tokenizer.load(hf_folders["folding"])
+    text = "\ufdfa" * 50  # 50 characters that become 18 each
+    assert len(tokenizer.encode(text)) > 500
+    with pytest.raises(ContextLengthExceeded):
+        tokenizer.encode(text, max_tokens=500)
+
+
+def test_threads(kind, texts):
+    _, tokenizer = kind
+    expected = [tokenizer.encode(text, parse_special=True) for text in texts[:400]]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda text: tokenizer.encode(text, parse_special=True), texts[:400])) == expected
+
+
+def test_bytes_and_names_of_tokens(bpe):
+    euro = bpe.encode("\u20ac", add_special=False)
+    assert b"".join(map(bpe.token_bytes, euro)) == "\u20ac".encode()
+    assert bpe.token_text(euro[0]) == r"bytes:\xe2"
+    assert bpe.token_text(2) == "<|im_end|>"
+    assert bpe.token_bytes(2) == b""
+    assert bpe.token_bytes(2, skip_special=False) == b"<|im_end|>"
+    assert bpe.token_text(bpe.encode(" river")[0])[0] == " "
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, 2**63])
+def test_ids_beyond_the_vocabulary_are_no_text(bpe, token):
+    assert bpe.token_bytes(token) == b""
+    assert bpe.decode([token, *bpe.encode("rain")]) == "rain"
+    assert not bpe.is_special(token)
+
+
+def test_invalid_bytes_are_replaced(bpe):
+    first, second, third = bpe.encode("\u20ac", add_special=False)
+    assert bpe.decode([first, second]) == "\ufffd"
+    assert bpe.decode([third, first, second, third]) == "\ufffd\u20ac"
+
+
+def test_info(bpe):
+    info = bpe.info()
+    assert info["eos_token"] == "<|im_end|>"
+    assert info["eos_token_id"] == [2, 0]
+    assert info["special_tokens"] == {name: token for token, name in enumerate(CONTROLS)}
+    assert bpe.token_id("<|im_start|>") == 1
+    assert bpe.token_id("river") is None
+    json.dumps(info)
+
+
+def test_a_table_that_does_not_fit_its_encoder_is_refused(hf_tokenizers):
+    backend = TokenizersBackend(hf_tokenizers["byte-level"].to_str())
+    backend.surfaces.insert(0, backend.surfaces.pop())
+    with pytest.raises(CheckpointError, match="does not give a text back"):
+        Tokenizer(backend, SpecialIds())
+
+
+def test_special_ids_are_a_value():
+    assert dataclasses.replace(SpecialIds(), bos=1) == SpecialIds(bos=1)
