@@ -7,6 +7,7 @@ the configuration, and it refuses what cannot fit with the numbers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Literal
@@ -209,8 +210,9 @@ class Plan:
         hint = f"{fewer} slots fewer would fit" if fewer <= spare else "no number of slots fits"
         raise PlanError(
             f"the plan needs {_gib(self.total_bytes)} (weights {_gib(self.weight_bytes)}, "
-            f"cache {_gib(sum(map(self.cache_bytes, self.pools)))}, workspace {_gib(self.workspace_bytes)}), but "
-            f"{_gib(self.memory_limit)} less {self.memory_headroom:.0%} headroom leaves {_gib(self.usable_bytes)}: {hint}",
+            f"cache {_gib(sum(map(self.cache_bytes, self.pools)))}, workspace {_gib(self.workspace_bytes)}), "
+            f"but {_gib(self.memory_limit)} less {self.memory_headroom:.0%} headroom leaves "
+            f"{_gib(self.usable_bytes)}: {hint}",
             param="engine.pools",
         )
 
@@ -232,16 +234,14 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(
-    model: ModelShape, engine: EngineConfig, *, dtype: str, dtype_bytes: int, memory_limit: int
-) -> Plan:
+def make_plan(model: ModelShape, engine: EngineConfig, *, dtype: str, dtype_bytes: int, memory_limit: int) -> Plan:
     """Plans for a model, a configuration and a device with ``memory_limit`` bytes.
 
     Raises:
         PlanError: a pool or bucket that cannot be, or more bytes than there are.
     """
     buckets = BUCKETS if engine.prefill_buckets == "auto" else tuple(sorted(engine.prefill_buckets))
-    for small, large in zip(buckets, buckets[1:], strict=False):
+    for small, large in itertools.pairwise(buckets):
         if large % small or large == small:
             raise PlanError(
                 f"engine.prefill_buckets: each must divide the next, {small} and {large} don't",

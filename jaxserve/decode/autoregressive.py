@@ -26,7 +26,7 @@ class Autoregressive:
         """One token a pass."""
         return 1
 
-    def memory(self, slots: int) -> None:  # noqa: ARG002 - the interface of every strategy
+    def memory(self, slots: int) -> None:
         """Nothing is remembered: the pending token stands in ``DecodeState.tokens``."""
 
     def propose(self, state: DecodeState, rows: SamplingRows) -> Proposal:  # noqa: ARG002

@@ -60,9 +60,7 @@ def step(
 
 
 @partial(jax.jit, static_argnames=("graphdef", "alternatives"))
-def score(
-    graphdef: nnx.GraphDef[Any], params: Params, tokens: Int[Array, "b t"], alternatives: int = 0
-) -> TokenScores:
+def score(graphdef: nnx.GraphDef[Any], params: Params, tokens: Int[Array, "b t"], alternatives: int = 0) -> TokenScores:
     """``decode.score.score``, one program a text length."""
     return scoring.score(nnx.merge(graphdef, params), tokens, alternatives)
 

@@ -102,9 +102,7 @@ def _adjust(
     penalised = (rows.repetition_penalty != 1) | (rows.presence_penalty != 0) | (rows.frequency_penalty != 0)
     early = known < rows.min_length
     logits = jax.lax.cond(jnp.any(rows.bias_ids >= 0), lambda x: _add_bias(x, rows), lambda x: x, logits)
-    logits = jax.lax.cond(
-        jnp.any(penalised), lambda x: _penalise(x, rows, tokens, known), lambda x: x, logits
-    )
+    logits = jax.lax.cond(jnp.any(penalised), lambda x: _penalise(x, rows, tokens, known), lambda x: x, logits)
     return jax.lax.cond(jnp.any(early), lambda x: _ban(x, rows.stop_ids, early), lambda x: x, logits)
 
 

@@ -48,5 +48,7 @@ def score(model: Model, tokens: Int[Array, "b t"], alternatives: int = 0) -> Tok
         return chosen[..., 0], ids.astype(jnp.int32), top - normal
 
     parts = jax.lax.map(score_positions, (hidden.swapaxes(0, 1), targets.swapaxes(0, 1)))
-    chosen, ids, top = (jnp.moveaxis(part, 0, 1).reshape(b, width + padding, *part.shape[3:])[:, :width] for part in parts)
+    chosen, ids, top = (
+        jnp.moveaxis(part, 0, 1).reshape(b, width + padding, *part.shape[3:])[:, :width] for part in parts
+    )
     return TokenScores(chosen=chosen, top_ids=ids, top=top)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.decode.sampling import SamplingRows, TokenScores
@@ -81,7 +80,9 @@ class Strategy(Protocol):
     def propose(self, state: DecodeState, rows: SamplingRows) -> Proposal:
         """What the next pass reads."""
 
-    def accept(self, logits: Float[Array, "b w v"], proposal: Proposal, state: DecodeState, rows: SamplingRows) -> Verdict:
+    def accept(
+        self, logits: Float[Array, "b w v"], proposal: Proposal, state: DecodeState, rows: SamplingRows
+    ) -> Verdict:
         """What is kept of it."""
 
 
@@ -194,7 +195,7 @@ def run(
     def body(carry: tuple[Int[Array, ""], DecodeState, Emission]) -> tuple[Int[Array, ""], DecodeState, Emission]:
         index, state, log = carry
         state, emission = step(model, state, rows, strategy)
-        log = jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, index, 0), log, emission)
+        log = jax.tree.map(lambda rows, row: jax.lax.dynamic_update_index_in_dim(rows, row, index, 0), log, emission)
         return index + 1, state, log
 
     blank = Emission(blank.tokens, blank.count, blank.scores, jnp.ones_like(blank.finite))
@@ -220,18 +221,13 @@ def prefill(
     _, fresh = model(tokens[None], at, jnp.tril(jnp.ones((1, t, t), bool)), state.cache, row=slot, span=start)
     # The padding's entries are written too: they lie beyond the slot's length, where nothing is read.
     return DecodeState(
-        cache=write(state.cache, fresh, slot, at, jnp.ones(1, bool)),
+        cache=write(state.cache, fresh, slot, at, count[None] > 0),
         tokens=jax.lax.dynamic_update_slice(state.tokens, tokens[None], (slot, start)),
         length=state.length.at[slot].set(start + count),
         known=state.known.at[slot].set(start + count),
         active=state.active.at[slot].set(False),
         memory=state.memory,
     )
-
-
-def state_dtype(params: Any) -> DTypeLike:
-    """The dtype that the model computes in: that of its floating-point leaves."""
-    return next(leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def _apply(state: DecodeState, control: Control) -> DecodeState:
@@ -251,7 +247,7 @@ def _apply(state: DecodeState, control: Control) -> DecodeState:
 def _append(
     tokens: Int[Array, "b s"], new: Int[Array, "b w"], at: Int[Array, " b"], count: Int[Array, " b"]
 ) -> Int[Array, "b s"]:
-    """Puts the first ``count`` of ``new`` at positions ``at ..`` by a select: rows are short, a scatter is not faster."""
+    """Puts the first ``count`` of ``new`` at positions ``at ..``; rows are short, a select will do."""
     offset = jnp.arange(tokens.shape[1]) - at[:, None]
     picked = jnp.take_along_axis(new, jnp.clip(offset, 0, new.shape[1] - 1), axis=1)
     return jnp.where((offset >= 0) & (offset < count[:, None]), picked, tokens)

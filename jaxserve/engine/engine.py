@@ -81,6 +81,11 @@ class Engine:
         """Whether a tick would do anything."""
         return self._scheduler.has_work or bool(self._in_flight) or bool(self._ended)
 
+    @property
+    def recompiles(self) -> int:
+        """Compilations in this process since the warm-up; must stay 0 while it serves."""
+        return self._watch.count
+
     def warm_up(self, progress: Progress = _ignore) -> None:
         """Compiles every program of the plan, calls each once, and watches from then on that nothing compiles."""
         self._programs.compile(progress)
@@ -150,9 +155,7 @@ class Engine:
         self._observe()
         return said
 
-    def _dispatch(
-        self, prefills: Iterable[PrefillWork], runs: Iterable[RunWork]
-    ) -> list[tuple[RunWork, Emission]]:
+    def _dispatch(self, prefills: Iterable[PrefillWork], runs: Iterable[RunWork]) -> list[tuple[RunWork, Emission]]:
         for work in prefills:
             running, chunk = work.running, work.chunk
             tokens = np.zeros(chunk.bucket, np.int32)
@@ -166,7 +169,7 @@ class Engine:
 
     def _run(self, work: RunWork) -> Emission:
         pool, table = work.pool, self._rows[work.pool]
-        control = self._programs.idle_control(pool)
+        control = self._programs.idle(pool)
         for slot, _ in work.slots:
             control.keep[slot] = True
         for running in work.admitted:

@@ -6,6 +6,7 @@ Knows no request.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,26 @@ Progress = Callable[[str, int, int], None]
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostControl:
+    """``decode.step.Control`` while the host fills it in."""
+
+    keep: np.ndarray
+    admit: np.ndarray
+    length: np.ndarray
+    pending: np.ndarray
+    pending_count: np.ndarray
+
+    def on_device(self) -> Control:
+        """The control as a program takes it; the host's arrays must not change afterwards."""
+        return Control(**jax.device_put({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}))
+
+
 class CompileWatch:
     """Counts compilations in this process from the moment it is armed; ``on_compile`` is called for each."""
 
     def __init__(self, on_compile: Callable[[], None]) -> None:
+        self.count = 0
         self._on_compile = on_compile
         self._armed = False
         jax.monitoring.register_event_duration_secs_listener(self._heard)
@@ -41,8 +58,9 @@ class CompileWatch:
         """Stops counting. JAX offers no way to take a listener back, so it stays, deaf."""
         self._armed = False
 
-    def _heard(self, event: str, *_: float, **__: str | int) -> None:
+    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:  # noqa: ARG002 - JAX's signature
         if self._armed and event == COMPILED:
+            self.count += 1
             self._on_compile()
 
 
@@ -83,8 +101,9 @@ class Programs:
     def workspace_bytes(self) -> dict[Program, int]:
         """What each executable needs beside its arguments and results, by the compiler's own account."""
         return {
-            program: executable.memory_analysis().temp_size_in_bytes
+            program: analysis.temp_size_in_bytes
             for program, executable in self._executables.items()
+            if (analysis := executable.memory_analysis()) is not None
         }
 
     def prefill(
@@ -97,17 +116,19 @@ class Programs:
         return after
 
     def run(
-        self, pool: int, state: DecodeState, control: Control, rows: SamplingRows, steps: int
+        self, pool: int, state: DecodeState, control: HostControl, rows: SamplingRows, steps: int
     ) -> tuple[DecodeState, Emission]:
         """Decodes; ``state`` is donated."""
         executable = self._executables[Program("run", pool)]
-        after: tuple[DecodeState, Emission] = executable(self._params, state, control, rows, np.int32(steps))
+        after: tuple[DecodeState, Emission] = executable(
+            self._params, state, control.on_device(), rows, np.int32(steps)
+        )
         return after
 
-    def idle_control(self, pool: int) -> Control:
-        """A control that stops every row and admits none."""
+    def idle(self, pool: int) -> HostControl:
+        """A control that stops every row and admits none, to be filled in."""
         rows, width = self.plan.pools[pool].rows, self.strategy.width
-        return Control(
+        return HostControl(
             keep=np.zeros(rows, bool),
             admit=np.zeros(rows, bool),
             length=np.zeros(rows, np.int32),
@@ -122,7 +143,7 @@ class Programs:
         if program.kind == "prefill":
             tokens = jax.ShapeDtypeStruct((program.bucket,), jnp.int32)
             return jitted.prefill.lower(self._graphdef, self._params, state, scalar, tokens, scalar, scalar)
-        control = self.idle_control(program.pool)
+        control = self.idle(program.pool).on_device()
         rows = RowTable(self.plan, pool).snapshot()
         return jitted.run.lower(
             self._graphdef,
@@ -142,4 +163,4 @@ class Programs:
         for bucket in shape.buckets:
             state = self.prefill(pool, bucket, state, 0, np.zeros(bucket, np.int32), 0, 1)
         rows = RowTable(self.plan, shape).snapshot()
-        jax.block_until_ready(self.run(pool, state, self.idle_control(pool), rows, 1))
+        jax.block_until_ready(self.run(pool, state, self.idle(pool), rows, 1))

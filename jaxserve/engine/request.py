@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 
-from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.errors import JaxserveError
 
 MAX_SEED = 2**63 - 1
 

@@ -6,7 +6,6 @@ is a copy.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -22,58 +21,55 @@ class RowTable:
 
     def __init__(self, plan: Plan, pool: PoolPlan) -> None:
         rows = pool.rows
-        self._rows = SamplingRows(
-            temperature=np.zeros(rows, np.float32),
-            top_k=np.zeros(rows, np.int32),
-            top_p=np.ones(rows, np.float32),
-            min_p=np.zeros(rows, np.float32),
-            repetition_penalty=np.ones(rows, np.float32),
-            presence_penalty=np.zeros(rows, np.float32),
-            frequency_penalty=np.zeros(rows, np.float32),
-            bias_ids=np.full((rows, plan.max_logit_bias), -1, np.int32),
-            bias=np.zeros((rows, plan.max_logit_bias), np.float32),
-            stop_ids=np.full((rows, plan.max_stop_token_ids), -1, np.int32),
-            seed=np.zeros((rows, 2), np.uint32),
-            prompt_length=np.zeros(rows, np.int32),
-            min_length=np.zeros(rows, np.int32),
-            limit=np.zeros(rows, np.int32),
-            alternatives=np.zeros(rows, bool),
-        )
-        self._blank = jax.tree.map(lambda leaf: leaf[0].copy(), self._rows)
+        self._rows: dict[str, np.ndarray] = {
+            "temperature": np.zeros(rows, np.float32),
+            "top_k": np.zeros(rows, np.int32),
+            "top_p": np.ones(rows, np.float32),
+            "min_p": np.zeros(rows, np.float32),
+            "repetition_penalty": np.ones(rows, np.float32),
+            "presence_penalty": np.zeros(rows, np.float32),
+            "frequency_penalty": np.zeros(rows, np.float32),
+            "bias_ids": np.full((rows, plan.max_logit_bias), -1, np.int32),
+            "bias": np.zeros((rows, plan.max_logit_bias), np.float32),
+            "stop_ids": np.full((rows, plan.max_stop_token_ids), -1, np.int32),
+            "seed": np.zeros((rows, 2), np.uint32),
+            "prompt_length": np.zeros(rows, np.int32),
+            "min_length": np.zeros(rows, np.int32),
+            "limit": np.zeros(rows, np.int32),
+            "alternatives": np.zeros(rows, bool),
+        }
+        self._blank = {name: rows[0].copy() for name, rows in self._rows.items()}
         self._snapshot: SamplingRows | None = None
 
     def set(self, slot: int, request: Request, stop_ids: Sequence[int], seed: int) -> None:
         """Fills a slot's row."""
         sampling, length = request.sampling, len(request.prompt)
-        self._put(slot, self._blank)
+        self.clear(slot)
         rows = self._rows
-        rows.temperature[slot] = sampling.temperature
-        rows.top_k[slot] = sampling.top_k
-        rows.top_p[slot] = sampling.top_p
-        rows.min_p[slot] = sampling.min_p
-        rows.repetition_penalty[slot] = sampling.repetition_penalty
-        rows.presence_penalty[slot] = sampling.presence_penalty
-        rows.frequency_penalty[slot] = sampling.frequency_penalty
+        rows["temperature"][slot] = sampling.temperature
+        rows["top_k"][slot] = sampling.top_k
+        rows["top_p"][slot] = sampling.top_p
+        rows["min_p"][slot] = sampling.min_p
+        rows["repetition_penalty"][slot] = sampling.repetition_penalty
+        rows["presence_penalty"][slot] = sampling.presence_penalty
+        rows["frequency_penalty"][slot] = sampling.frequency_penalty
         for index, (token, value) in enumerate(sampling.logit_bias):
-            rows.bias_ids[slot, index], rows.bias[slot, index] = token, value
-        rows.stop_ids[slot, : len(stop_ids)] = stop_ids
-        rows.seed[slot] = seed >> 32, seed & 0xFFFFFFFF
-        rows.prompt_length[slot] = length
-        rows.min_length[slot] = length + sampling.min_tokens
-        rows.limit[slot] = length + sampling.max_tokens
-        rows.alternatives[slot] = bool(sampling.logprobs)
+            rows["bias_ids"][slot, index], rows["bias"][slot, index] = token, value
+        rows["stop_ids"][slot, : len(stop_ids)] = stop_ids
+        rows["seed"][slot] = seed >> 32, seed & 0xFFFFFFFF
+        rows["prompt_length"][slot] = length
+        rows["min_length"][slot] = length + sampling.min_tokens
+        rows["limit"][slot] = length + sampling.max_tokens
+        rows["alternatives"][slot] = bool(sampling.logprobs)
 
     def clear(self, slot: int) -> None:
         """Empties a row, so that what it asked for costs nothing any more."""
-        self._put(slot, self._blank)
+        self._snapshot = None
+        for name, rows in self._rows.items():
+            rows[slot] = self._blank[name]
 
     def snapshot(self) -> SamplingRows:
         """The rows as they are now, on the device."""
         if self._snapshot is None:
-            self._snapshot = jax.tree.map(lambda leaf: jax.device_put(leaf.copy()), self._rows)
+            self._snapshot = SamplingRows(**jax.device_put({name: rows.copy() for name, rows in self._rows.items()}))
         return self._snapshot
-
-    def _put(self, slot: int, row: SamplingRows) -> None:
-        self._snapshot = None
-        for field in dataclasses.fields(SamplingRows):  # type: ignore[arg-type]
-            getattr(self._rows, field.name)[slot] = getattr(row, field.name)

@@ -174,8 +174,8 @@ class Scheduler:
         pool = self._plan.pool_for(length)
         if pool is None:
             raise ContextLengthExceeded(
-                f"prompt of {len(request.prompt)} tokens and max_tokens of {request.sampling.max_tokens} make {length}, "
-                f"but the longest request served here has {self.limits.max_length} tokens",
+                f"{len(request.prompt)} prompt tokens and max_tokens of {request.sampling.max_tokens} make {length}; "
+                f"the longest request served here has {self.limits.max_length} tokens",
                 param="max_tokens",
             )
         if self.waiting >= self._policy.max_waiting and not self._has_room(pool):
@@ -237,9 +237,7 @@ class Scheduler:
 
     def _has_room(self, pool: int) -> bool:
         return bool(
-            self._pools[pool].free
-            and not self._pools[pool].waiting
-            and self.running < self._policy.max_concurrency
+            self._pools[pool].free and not self._pools[pool].waiting and self.running < self._policy.max_concurrency
         )
 
     def _expired(self, now: float) -> Iterator[tuple[Running, JaxserveError]]:

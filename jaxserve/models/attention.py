@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxserve.models.cache import as_stored
 from jaxserve.pytree import pytree
 
 # Large and finite: a masked score's weight is exp(MASKED - m) = 0 exactly, and no inf - inf can arise.
 MASKED = -1e30
-# Keys of the block's own part are taken this many at a time, which bounds the score matrix of a long whole-sequence pass.
+# Keys of the block itself are taken this many at a time: it bounds the score matrix of a long whole-sequence pass.
 OWN_KEYS = 1024
 
 
@@ -25,9 +26,9 @@ OWN_KEYS = 1024
 class Prefix:
     """One layer's cached entries of rows ``row .. row+b-1``, visible at positions below ``start``."""
 
-    k: Float[Array, "slots k s h"]
-    v: Float[Array, "slots k s h"]
-    row: Int[Array, ""]
+    k: Shaped[Array, "slots k s h"]
+    v: Shaped[Array, "slots k s h"]
+    row: Int[Array, ""] | int
     start: Int[Array, " b"]
     span: Int[Array, ""]  # the longest start that matters: key blocks beyond it are not read
 
@@ -89,8 +90,8 @@ def _absorb_prefix(
 
     def absorb_block(index: Int[Array, ""], state: _Softmax) -> _Softmax:
         at = (prefix.row, 0, index * key_block, 0)
-        keys = jax.lax.dynamic_slice(prefix.k, at, size)
-        values = jax.lax.dynamic_slice(prefix.v, at, size)
+        keys = as_stored(jax.lax.dynamic_slice(prefix.k, at, size), q)
+        values = as_stored(jax.lax.dynamic_slice(prefix.v, at, size), q)
         positions = index * key_block + jnp.arange(key_block)
         written = positions[None, :] < prefix.start[:, None]
         visible = jnp.broadcast_to(written[:, None, :], (b, t, key_block))

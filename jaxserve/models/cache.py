@@ -9,17 +9,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxserve.pytree import pytree
 
 
 @pytree
 class KVCache:
-    """Keys and values of all slots: a tuple of layers each."""
+    """Keys and values of all slots: a tuple of layers each, as they are stored."""
 
-    k: tuple[Float[Array, "b k s h"], ...]
-    v: tuple[Float[Array, "b k s h"], ...]
+    k: tuple[Shaped[Array, "b k s h"], ...]
+    v: tuple[Shaped[Array, "b k s h"], ...]
 
     @property
     def length(self) -> int:
@@ -33,39 +33,50 @@ class KVCache:
 
 
 def empty_cache(layers: int, slots: int, kv_heads: int, length: int, head_size: int, dtype: DTypeLike) -> KVCache:
-    """A cache of zeros. Zeros, not ``empty``: an uninitialised cache would hold other tenants' memory."""
+    """A cache of zeros. Zeros, not ``empty``: an uninitialised cache would hold other tenants' memory.
+
+    bfloat16 is stored as its bits: XLA:CPU of jax 0.10 updates a bfloat16 array in place only after it has converted
+    the whole of it to float32, and back.
+    """
+    stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
     shape = (slots, kv_heads, length, head_size)
     return KVCache(
-        k=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-        v=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
+        k=tuple(jnp.zeros(shape, stored) for _ in range(layers)),
+        v=tuple(jnp.zeros(shape, stored) for _ in range(layers)),
     )
+
+
+def as_stored(entries: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """Entries in the form in which ``like`` holds them: numbers to bits, or bits to numbers."""
+    return entries if entries.dtype == like.dtype else jax.lax.bitcast_convert_type(entries, like.dtype)
 
 
 def write(
     cache: KVCache, fresh: KVCache, row: Int[Array, ""] | int, start: Int[Array, " b"], keep: Bool[Array, " b"]
 ) -> KVCache:
-    """Puts the entries ``fresh`` (``[b, k, t, h]`` a layer) of rows ``row .. row+b-1`` at positions ``start .. start+t-1``.
+    """Puts entries ``fresh`` (``[b, k, t, h]`` a layer) of rows ``row .. row+b-1`` at ``start .. start+t-1``.
 
     Rows that are not kept stay as they are. The caller guarantees ``start + t <= cache.length`` for kept rows: an
     update that would pass the end is moved back silently by XLA.
 
-    A loop over rows of in-place updates: a scatter, a ``where`` over the cache and an unrolled loop all copy the whole
-    cache on XLA:CPU.
+    A loop over rows, as many as the last kept one needs: XLA:CPU copies the whole cache for a scatter, for a
+    ``where``, for an unrolled loop, and for an update that it may schedule before the last read. A loop whose length
+    it does not know comes after every read and works in place.
     """
 
-    def put(r: Int[Array, ""] | int, old: Array, new: Array) -> Array:
-        window = jax.lax.dynamic_slice_in_dim(new, r, 1, axis=0)
+    def put(r: Int[Array, ""], old: Array, new: Array) -> Array:
+        window = as_stored(jax.lax.dynamic_slice_in_dim(new, r, 1, axis=0), old)
         at = (row + r, 0, start[r], 0)
         before = jax.lax.dynamic_slice(old, at, window.shape)
         return jax.lax.dynamic_update_slice(old, jnp.where(keep[r], window, before), at)
 
-    def put_row(r: Int[Array, ""] | int, whole: KVCache) -> KVCache:
+    def put_row(r: Int[Array, ""], whole: KVCache) -> KVCache:
         return jax.tree.map(lambda old, new: put(r, old, new), whole, fresh)
 
-    rows = start.shape[0]
-    return put_row(0, cache) if rows == 1 else jax.lax.fori_loop(0, rows, put_row, cache)
+    rows = jnp.max(jnp.where(keep, jnp.arange(1, len(keep) + 1), 0))
+    return jax.lax.fori_loop(0, rows, put_row, cache)
 
 
 def scrub(cache: KVCache, rows: Bool[Array, " b"]) -> KVCache:
-    """Zeroes whole rows. Needed where a row holds a non-finite number, since later passes read, then mask, what is there."""
+    """Zeroes whole rows, as is due where a row holds a number that is not finite."""
     return jax.tree.map(lambda entries: jnp.where(rows[:, None, None, None], jnp.zeros_like(entries), entries), cache)

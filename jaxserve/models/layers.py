@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
-def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, fan_in: int | None = None) -> nnx.Param:
+def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, fan_in: int | None = None) -> nnx.Param[Array]:
     """A weight drawn from N(0, 1/fan_in), or ones where no fan-in is given."""
     if fan_in is None:
         return nnx.Param(jnp.ones(shape, dtype))
@@ -34,6 +34,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Applies the map."""
         y = jnp.tensordot(x, self.kernel[...], self.contracted)
         return y if self.bias is None else y + self.bias[...]
 
@@ -46,6 +47,7 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(rngs, (size,), dtype)
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """Normalises the last axis."""
         wide = x.astype(jnp.float32)
         normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return normal.astype(x.dtype) * self.scale[...]
@@ -60,4 +62,5 @@ class GatedMLP(nnx.Module):
         self.down = Linear((ffn,), (width,), bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """Applies the block, without the residual."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

@@ -63,7 +63,7 @@ def rope_from_hf(hf: Mapping[str, Any], head_size: int, default_theta: float = 1
         CheckpointError: an unknown kind, or a kind whose parameters are missing.
     """
     fields = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    kind = fields.get("rope_type", fields.get("type", "default"))
+    kind = str(fields.get("rope_type", fields.get("type", "default")))
     theta = float(_first(fields.get("rope_theta"), hf.get("rope_theta"), default_theta))
     partial = float(_first(fields.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), 1.0))
     original = hf.get("original_max_position_embeddings", fields.get("original_max_position_embeddings"))

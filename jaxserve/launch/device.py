@@ -1,0 +1,38 @@
+"""What the device offers, and what JAX is told before it is used."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+
+from jaxserve.config import EngineConfig
+
+
+def memory_bytes() -> int:
+    """Bytes that one device can hold: what it reports, or on CPU the machine's memory or its cgroup's limit."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    limits = [_kilobytes("MemTotal") * 1024]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # no such cgroup version, or "max"
+            continue
+    return min(limits)
+
+
+def _kilobytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    return int(found.group(1)) if found else 2**40
+
+
+def configure_jax(config: EngineConfig) -> None:
+    """Turns the persistent compilation cache on, for programs of every size; call before the first array is made."""
+    if config.compilation_cache is not None:
+        folder = config.compilation_cache.expanduser() / f"jax-{jax.__version__}"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

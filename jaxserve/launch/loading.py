@@ -1,0 +1,184 @@
+"""From a folder to a model that has passed its self-test: verify, restore, plan, compile, test.
+
+Knows the order of the steps and reports each. The server listens meanwhile and tells its probes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.checkpoint import manifest
+from jaxserve.checkpoint.manifest import Manifest
+from jaxserve.checkpoint.restore import restore
+from jaxserve.checkpoint.store import Store
+from jaxserve.config import Config
+from jaxserve.decode.autoregressive import Autoregressive
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.metrics import Metrics
+from jaxserve.engine.programs import Programs
+from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.scheduler import Policy
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.launch.device import configure_jax, memory_bytes
+from jaxserve.launch.golden import self_test
+from jaxserve.models.family import Family, family_of
+from jaxserve.models.weights import as_state, nest
+from jaxserve.plan import Plan, make_plan
+from jaxserve.sharding import make_mesh, sharding
+from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be asked.
+
+    Attributes:
+        id: the name it is served under.
+        folder: its version's folder.
+        family, graphdef, params: what the jitted functions of ``decode.jitted`` take.
+        eos: tokens that end an answer.
+        defaults: sampling parameters of a request that names none, from ``generation_config.json``.
+    """
+
+    id: str
+    folder: Path
+    manifest: Manifest
+    family: Family
+    graphdef: nnx.GraphDef[Any]
+    params: dict[Any, Any]
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    plan: Plan
+    engine: Engine
+    eos: tuple[int, ...]
+    defaults: SamplingParams
+
+
+def plan(config: Config) -> Plan:
+    """The plan of a configuration, before a weight is read.
+
+    Raises:
+        CheckpointError: no such model. PlanError: it does not fit.
+    """
+    folder = _folder(config)
+    return _plan(config, family_of(read_json(folder / "config.json")))
+
+
+def load_model(config: Config, progress: Progress, metrics: Metrics | None = None) -> LoadedModel:
+    """Brings the configured model to readiness.
+
+    Args:
+        progress: told "verifying" and "loading" in bytes, "compiling" in programs, "selftest" in prompts.
+
+    Raises:
+        CheckpointError: a damaged or unsupported checkpoint. SelfTestFailed: it computes something else than it did.
+        PlanError: it does not fit.
+    """
+    configure_jax(config.engine)
+    folder = _folder(config)
+    stored = manifest.verify(folder, lambda _, done, total: progress("verifying", done, total))
+    family = family_of(read_json(folder / "config.json"))
+    planned = _plan(config, family)
+    params = restore_params(folder, family, planned.dtype, lambda _, done, total: progress("loading", done, total))
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    generation = read_json(folder / "generation_config.json", required=False)
+    eos = _end_tokens(tokenizer, generation, read_json(folder / "config.json"))
+    graphdef = family.graphdef(jnp.dtype(planned.dtype))
+    programs = Programs(planned, family, graphdef, params, Autoregressive(planned.max_logprobs))
+    engine = Engine(programs, _policy(config, planned), eos=eos, metrics=metrics)
+    engine.warm_up(progress)
+    self_test(engine, folder, progress)
+    return LoadedModel(
+        id=config.model.id,
+        folder=folder,
+        manifest=stored,
+        family=family,
+        graphdef=graphdef,
+        params=params,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.load(folder),
+        plan=planned,
+        engine=engine,
+        eos=eos,
+        defaults=_defaults(generation),
+    )
+
+
+def restore_params(folder: Path, family: Family, dtype: str, progress: Progress) -> dict[Any, Any]:
+    """The weights, straight into their sharding, keyed as ``nnx`` wants them."""
+    mesh = make_mesh()
+    wanted = {
+        rule.param: jax.ShapeDtypeStruct(
+            rule.leaf_shape, jnp.dtype(dtype), sharding=sharding(mesh, rule.axes, rule.leaf_shape)
+        )
+        for rule in family.rules
+    }
+    return as_state(restore(folder, nest(wanted), progress))
+
+
+def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object of a checkpoint.
+
+    Raises:
+        CheckpointError: absent (if required) or no JSON object.
+    """
+    if not required and not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return content
+
+
+def _folder(config: Config) -> Path:
+    version = None if config.model.version == "current" else config.model.version
+    return Store(config.checkpoints.root).path(config.model.id, version)
+
+
+def _plan(config: Config, family: Family) -> Plan:
+    dtype = config.model.dtype
+    size = jnp.dtype(dtype).itemsize
+    return make_plan(family.shape, config.engine, dtype=dtype, dtype_bytes=size, memory_limit=memory_bytes())
+
+
+def _policy(config: Config, planned: Plan) -> Policy:
+    engine, slots = config.engine, sum(pool.slots for pool in planned.pools)
+    return Policy(
+        max_concurrency=slots if engine.max_concurrency == "auto" else min(slots, engine.max_concurrency),
+        max_waiting=engine.max_waiting,
+        queue_timeout=engine.queue_timeout_s,
+        request_timeout=engine.request_timeout_s,
+        batch_window=engine.batch_window_ms / 1000,
+    )
+
+
+def _end_tokens(tokenizer: Tokenizer, *configs: dict[str, Any]) -> tuple[int, ...]:
+    """Files disagree on what ends an answer: all that any of them names does."""
+    ends = set(tokenizer.eos_ids)
+    for config in configs:
+        named = config.get("eos_token_id")
+        ends.update(named if isinstance(named, list) else [] if named is None else [named])
+    return tuple(sorted(ends))
+
+
+def _defaults(generation: dict[str, Any]) -> SamplingParams:
+    fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: generation[name] for name in fields if generation.get(name) is not None}
+    try:
+        return SamplingParams(**{name: type(getattr(SamplingParams(), name))(value) for name, value in given.items()})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"generation_config.json: {error}") from error
