@@ -18,6 +18,7 @@ from jaxserve.server import wire
 
 MAX_LOGPROBS = 20  # as OpenAI's chat API
 MAX_BIAS = 100.0
+_LEAST_TOP_P = 1e-9  # OpenAI allows 0, which means the likeliest token alone; so does this
 
 # Ranges that depend on nothing: OpenAI's where OpenAI has the parameter.
 RANGES: dict[str, tuple[float, float]] = {
@@ -82,6 +83,8 @@ def sampling_params(request: wire.SamplingFields, limits: Limits, defaults: Samp
         if value is not None:
             check_range(name, value, low, high)
             given[name] = value
+    if request.top_p is not None:
+        given["top_p"] = max(request.top_p, _LEAST_TOP_P)
     if request.seed is not None:
         given["seed"] = request.seed & MAX_SEED
     if request.top_k is not None:

@@ -13,7 +13,8 @@ import json
 import random
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -272,6 +273,19 @@ def ask(service) -> Any:
 def serve_it() -> Any:
     """``with serve_it(service) as served``, for tests that stop it themselves."""
     return serving
+
+
+@pytest.fixture
+def wait_for() -> Any:
+    """Waits until something is so, ``wait_for(lambda: ...)``, and fails when it does not come about."""
+
+    def wait_for(condition: Callable[[], object], seconds: float = 5.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    return wait_for
 
 
 @pytest.fixture

@@ -26,13 +26,6 @@ def sdk(served):
         yield sdk
 
 
-def wait_for(condition, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 # --- OpenAI's client --------------------------------------------------------------------------------------------------
 
 
@@ -108,7 +101,7 @@ def test_sdk_error_in_the_middle_of_a_stream(sdk, engine):
         list(stream)
 
 
-def test_sdk_retries_what_may_be_retried(served, service, model):
+def test_sdk_retries_what_may_be_retried(served, service, model, wait_for):
     """Not ready at first: the client waits as it is told, then gets its answer."""
     service.model = None
     waited = []
@@ -169,7 +162,7 @@ def test_events_come_while_the_engine_works(client, engine):
     assert len(times) >= 20
 
 
-def test_the_head_waits_for_the_first_token(client, engine):
+def test_the_head_waits_for_the_first_token(client, engine, wait_for):
     engine.hold = True
     with pytest.raises(httpx2.ReadTimeout):
         client.post("/generate", json={"prompt": "x", "stream": True}, timeout=0.3)
@@ -205,7 +198,7 @@ def raw(address: tuple[str, int], body: dict) -> socket.socket:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hold", [False, True])
-def test_hanging_up_frees_the_slot(hold, stream, n, served, engine):
+def test_hanging_up_frees_the_slot(hold, stream, n, served, engine, wait_for):
     """Before the first token and after some, in a stream and without one."""
     engine.hold, engine.delay, engine.answer, engine.widest = hold, 0.01, b"x" * 200, 1
     with raw(served.address, {"prompt": "x", "max_tokens": 250, "stream": stream, "n": n}) as connection:
@@ -216,7 +209,7 @@ def test_hanging_up_frees_the_slot(hold, stream, n, served, engine):
     assert len(engine.cancelled) == n
 
 
-def test_a_storm_of_hanging_up_leaves_nothing(served, service, engine):
+def test_a_storm_of_hanging_up_leaves_nothing(served, service, engine, wait_for):
     engine.delay, engine.widest = 0.002, 1
     rng = random.Random(0)
 

@@ -339,6 +339,14 @@ def test_a_refusal_of_the_engine(stream, error, status, type_, code, ask, engine
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_at_the_very_end_nothing_begins(stream, ask, engine, service):
+    service.running.end()
+    found = ask("POST", CHAT, chat(stream=stream))
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "server_shutdown")
+    assert engine.active == set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("error", [EngineError("The step failed."), NumericalError("Not a number.")])
 def test_a_failure_of_the_engine(error, stream, ask, engine):
     engine.fail_after = (0, error)

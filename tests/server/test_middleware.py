@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-import time
 
 import httpx2
 import psutil
@@ -210,7 +209,7 @@ def test_requests_are_counted(ask, service):
     assert found == {"method": "GET", "route": "/livez", "status": 200}
 
 
-def test_a_client_that_hangs_up_is_a_line(served, lines, engine):
+def test_a_client_that_hangs_up_is_a_line(served, lines, engine, wait_for):
     engine.hold = True
     with socket.create_connection(served.address, timeout=5) as connection:
         body = json.dumps(CHAT).encode()
@@ -222,13 +221,6 @@ def test_a_client_that_hangs_up_is_a_line(served, lines, engine):
     wait_for(lines)
     (line,) = lines()
     assert line["status"] == 499
-
-
-def wait_for(condition, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_probes_answer_while_texts_are_read(served, tokenizer, monkeypatch):

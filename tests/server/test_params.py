@@ -90,6 +90,11 @@ def test_seeds_become_the_engines(given, seed):
     assert sampled(wanted(seed=given)).seed == seed
 
 
+def test_a_top_p_of_zero_keeps_one_token():
+    assert 0 < sampled(wanted(top_p=0.0)).top_p < 1e-6
+    assert sampled(wanted(top_p=0.5)).top_p == 0.5
+
+
 def test_all_of_top_k_has_two_names():
     assert sampled(wanted(top_k=-1)).top_k == sampled(wanted(top_k=0)).top_k == 0
 

@@ -29,18 +29,11 @@ def in_background(served, body: dict, found: list) -> threading.Thread:
     return thread
 
 
-def wait_for(condition, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def with_times(service, **seconds: float) -> None:
     service.config = msgspec.structs.replace(service.config, **seconds)
 
 
-def test_first_not_ready_then_closed(service, engine, serve_it, events):
+def test_first_not_ready_then_closed(service, engine, serve_it, events, wait_for):
     with_times(service, lame_duck_s=0.5, drain_s=5.0)
     engine.answer, engine.delay, engine.widest = b"x" * 150, 0.01, 1
     found: list = []
@@ -63,7 +56,7 @@ def test_first_not_ready_then_closed(service, engine, serve_it, events):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_does_not_finish_is_ended_in_words(stream, service, engine, serve_it, events):
+def test_what_does_not_finish_is_ended_in_words(stream, service, engine, serve_it, events, wait_for):
     with_times(service, drain_s=0.3)
     engine.answer, engine.delay, engine.widest = b"x" * 200, 0.05, 1
     found: list = []
@@ -86,7 +79,7 @@ def test_what_does_not_finish_is_ended_in_words(stream, service, engine, serve_i
     assert engine.active == set()
 
 
-def test_a_second_signal_ends_at_once(service, engine, serve_it, events):
+def test_a_second_signal_ends_at_once(service, engine, serve_it, events, wait_for):
     with_times(service, lame_duck_s=30.0, drain_s=30.0)
     engine.hold = True
     found: list = []
