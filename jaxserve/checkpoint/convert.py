@@ -20,7 +20,7 @@ import msgspec
 
 import jaxserve
 from jaxserve.checkpoint import Progress, cage, manifest, silent
-from jaxserve.checkpoint.files import regular_file, sha256_of
+from jaxserve.checkpoint.files import parse_json_object, regular_file, sha256_of
 from jaxserve.checkpoint.gguf import GGUFFile
 from jaxserve.checkpoint.manifest import FileEntry, LeafEntry, Manifest, Source
 from jaxserve.checkpoint.parameters import DTYPE_CHOICES, write_parameters
@@ -89,7 +89,7 @@ def convert(
     try:
         files = _source_files(path)
         source = _identify(path, files, origin, progress)
-        existing = find_converted(store, model, source, dtype)
+        existing = find_converted(store, model, source, dtype, goldens is not None)
         if existing is not None:
             return existing
         with store.workspace(model) as work:
@@ -106,17 +106,24 @@ def convert(
     return Published(model, version, store.path(model, version), fresh=True)
 
 
-def find_converted(store: Store, model: str, source: Source, dtype: str) -> Published | None:
-    """The newest intact version that the same files were converted into in the same way, if there is one."""
+def find_converted(store: Store, model: str, source: Source, dtype: str, with_goldens: bool) -> Published | None:
+    """The newest intact version that the same files were converted into in the same way, if there is one.
+
+    A version whose parameters are not those of this jaxserve's families, or that lacks goldens where ``with_goldens``
+    asks for them, does not count.
+    """
     wanted = sorted((entry.path, entry.sha256) for entry in source.files)
     for version in reversed(store.versions(model)):
         folder = store.path(model, version)
         try:
             known = manifest.read(folder)
             same = wanted == sorted((entry.path, entry.sha256) for entry in known.source.files)
-            if same and known.dtype == dtype:
+            if same and known.dtype == dtype and (known.goldens is not None or not with_goldens):
                 manifest.verify(folder)
-                return Published(model, version, folder, fresh=False)
+                config = parse_json_object((folder / CONFIG).read_bytes(), str(folder / CONFIG))
+                needed = {rule.param: rule.leaf_shape for rule in family_of(config).rules}
+                if needed == {leaf.path: leaf.shape for leaf in known.tree}:
+                    return Published(model, version, folder, fresh=False)
         except CheckpointError:
             continue  # damaged or of another schema: converted anew, and `verify` says what is wrong with the old one
     return None

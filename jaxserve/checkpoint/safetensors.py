@@ -34,7 +34,7 @@ MAX_HEADER_ITEMS: Final = 1 << 21  # values in the header's JSON: bounds time an
 MAX_JSON_BYTES: Final = 64 << 20
 MAX_AXES: Final = 8
 INDEX_NAME: Final = "model.safetensors.index.json"
-PICKLE_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz"})
+PICKLE_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy"})
 
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
     name: np.dtype(kind)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
+from jaxserve.checkpoint import Progress, cage
+from jaxserve.checkpoint import convert as convert_module
 from jaxserve.checkpoint.convert import Published, convert
 from jaxserve.checkpoint.store import Store
 
@@ -205,6 +210,17 @@ def version(tmp_path: Path, published: Published) -> Path:
     return Path(shutil.copytree(published.folder, tmp_path / "store" / "tiny" / published.version))
 
 
+@pytest.fixture
+def uncaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converts in this process, for tests of what a conversion does: starting a child takes seconds."""
+
+    def run(module: str, arguments: dict[str, Any], limits: object, progress: Progress) -> dict[str, Any]:
+        assert module == "jaxserve.checkpoint.convert"
+        return json.loads(json.dumps(convert_module._convert_in_cage(arguments, progress)))
+
+    monkeypatch.setattr(cage, "run", run)
+
+
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Tiny]:
     return make_tiny
@@ -218,3 +234,35 @@ def to_folder() -> Callable[[Tiny, Path], Path]:
 @pytest.fixture(scope="session")
 def to_gguf() -> Callable[..., Path]:
     return write_gguf
+
+
+def write_wheel(folder: Path, package: str, files: Mapping[str, bytes]) -> tuple[Path, str]:
+    """A wheel that pip accepts, and its digest. It depends on a package that does not exist."""
+    stem = package.replace("-", "_")
+    metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\nRequires-Dist: no-such-package-anywhere\n"
+    files = dict(files) | {
+        f"{stem}-1.0.dist-info/METADATA": metadata.encode(),
+        f"{stem}-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{stem}-1.0.dist-info/RECORD": b"",
+    }
+    path = folder / f"{stem}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return path, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the only place where pip looks for packages."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def to_wheel() -> Callable[..., tuple[Path, str]]:
+    return write_wheel

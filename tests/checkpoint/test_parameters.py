@@ -169,13 +169,13 @@ def anonymous():
 
 class Lazy(Arrays):
     def table(self):
-        like = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (2048, 4096), (0, 0))
-        return {str(n): like for n in range(12)}
+        like = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (2048, 2048), (0, 0))
+        return {str(n): like for n in range(16)}
     def tensors(self):
-        for n in range(12):
-            yield str(n), np.random.default_rng(n).standard_normal((2048, 4096), np.float32)
+        for n in range(16):
+            yield str(n), np.random.default_rng(n).standard_normal((2048, 2048), np.float32)
 
-rules = [Rule(f"p{n}.kernel", str(n), (2048, 4096), (1, 0), (None, None)) for n in range(12)]
+rules = [Rule(f"p{n}.kernel", str(n), (2048, 2048), (1, 0), (None, None)) for n in range(16)]
 root = Path(sys.argv[2])
 for name in ("warm", "content", "scratch"):
     (root / name).mkdir()
@@ -201,5 +201,5 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
     command = [sys.executable, "-c", MEASURE, str(Path(__file__).parent), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    tensor = 2048 * 4096 * 4  # of 12, 384 MiB together
+    tensor = 2048 * 2048 * 4  # of 16, 256 MiB together
     assert int(done.stdout) < 2 * tensor + (32 << 20), f"peak {int(done.stdout) / 2**20:.0f} MiB"
