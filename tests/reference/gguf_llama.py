@@ -39,8 +39,8 @@ def value(reader: gguf.GGUFReader, key: str) -> Any:
     return field.contents()
 
 
-def configuration(reader: gguf.GGUFReader) -> LlamaConfig:
-    """The file's architecture as transformers states it."""
+def configuration(reader: gguf.GGUFReader, attention: str) -> LlamaConfig:
+    """The file's architecture as transformers states it, to be computed by one of its attention implementations."""
     architecture = value(reader, "general.architecture")
     if architecture != "llama":
         raise SystemExit(f"{architecture}: only the llama architecture is known here")
@@ -58,7 +58,7 @@ def configuration(reader: gguf.GGUFReader) -> LlamaConfig:
         tie_word_embeddings="output.weight" not in names,
         bos_token_id=value(reader, "tokenizer.ggml.bos_token_id"),
         eos_token_id=value(reader, "tokenizer.ggml.eos_token_id"),
-        attn_implementation="eager",
+        attn_implementation=attention,
     )
 
 
@@ -77,10 +77,10 @@ def weights(reader: gguf.GGUFReader, config: LlamaConfig) -> Iterator[tuple[str,
         yield f"model.layers.{layer}.{LAYER_NAMES[name]}.weight", values
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def load(path: Path, dtype: torch.dtype = torch.float32, attention: str = "eager") -> LlamaForCausalLM:
     """The whole model, its weights dequantised to float32 and then cast to `dtype`."""
     reader = gguf.GGUFReader(path)
-    config = configuration(reader)
+    config = configuration(reader, attention)
     model = LlamaForCausalLM(config)
     missing, unexpected = model.load_state_dict(dict(weights(reader, config)), strict=False)
     if set(missing) - {"lm_head.weight"} or unexpected:
