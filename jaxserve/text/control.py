@@ -21,6 +21,7 @@ _END_OF_TURN = (
     "<|eom_id|>",
     "<end_of_turn>",
     "<turn|>",
+    "<eos>",
     "<|return|>",
     "<|call|>",
     "<|endoftext|>",

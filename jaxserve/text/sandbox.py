@@ -20,7 +20,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateRuntimeError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -92,6 +92,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         metered = _MeteredNodes().visit(source)
         metered.set_environment(self)
         return super()._generate(metered, *args, **kwargs)
+
+    def unsafe_undefined(self, obj: object, attribute: str) -> Undefined:
+        """Refuses at once: Jinja's own answer is an empty string until it is used."""
+        raise SecurityError(f"a template may not reach for {attribute!r} of a {type(obj).__name__}")
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Calls a function, macro or method on the template's behalf."""

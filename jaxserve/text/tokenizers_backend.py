@@ -68,8 +68,6 @@ class TokenizersBackend:
         self.added = tuple(token for token in added if token.control or token.spelling not in late)
         self.spellings = self._read_spellings(source)
         self.surfaces, self.dropped = self._read_surfaces(definition, source)
-        for token in added:
-            self.surfaces[token.token] = token.spelling.encode()
         if not _keeps_all(definition["pre_tokenizer"]) or any(token.lstrip or token.rstrip for token in added):
             self.dropped = None
         normalizers = _flatten(definition["normalizer"], "normalizers")
@@ -132,7 +130,8 @@ class TokenizersBackend:
         model = definition["model"]
         kinds = {entry["type"] for entry in _flatten(definition["decoder"], "decoders")}
         if kinds and kinds <= {"ByteLevel", "Fuse"}:
-            surfaces = [_from_letters(spelling) for spelling in self.spellings]
+            words = {entry["content"] for entry in definition["added_tokens"]}  # written as they are
+            surfaces = [word.encode() if word in words else _from_letters(word) for word in self.spellings]
             alone = [surface for surface in surfaces if len(surface) == 1]
         elif kinds and kinds <= _SPACE_DECODERS:
             falls_back = bool(model.get("byte_fallback"))

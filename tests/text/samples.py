@@ -72,7 +72,9 @@ def marked_bpe(scheme: str) -> tokenizers.Tokenizer:
     tokenizer.train_from_iterator([" " + word for line in words for word in line], trainer)
     definition = json.loads(tokenizer.to_str())
     definition["added_tokens"] = [entry for entry in definition["added_tokens"] if entry["id"] < 4]
-    return tokenizers.Tokenizer.from_str(json.dumps(definition))
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(definition))
+    tokenizer.add_tokens([tokenizers.AddedToken("\u2581\u2581", normalized=False)])  # an added word of two spaces
+    return tokenizer
 
 
 def eating_spaces() -> tokenizers.Tokenizer:

@@ -127,7 +127,8 @@ def test_tools(arguments):
     assert ChatTemplate(TOOLS).render(messages, tools=tools) == (
         '<|im_start|>system\n{"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a": {"<": "é"}}}}\n'
         "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-        '\n<tool_call>f\nb: "Köln"\na: [1]</tool_call><|im_end|>\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n'
+        '\n<tool_call>f\nb: "Köln"\na: [1]</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -295,7 +296,10 @@ def test_what_is_no_template_is_refused_when_loaded(source):
 @pytest.mark.parametrize(
     "source",
     [
+        "{{ ''.__class__ }}",
         "{{ ''.__class__.__mro__ }}",
+        "{{ '' | attr('__class__') }}",
+        "{{ raise_exception.__globals__ }}",
         "{{ cycler.__init__.__globals__ }}",
         "{{ messages.append(1) }}",
         "{{ 'a' * 10 ** 9 }}",

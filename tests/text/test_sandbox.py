@@ -97,10 +97,8 @@ def test_injections_are_refused(source):
         return form
 
     messages = [{"role": "user", "content": "x"}]
-    with pytest.raises((SecurityError, jinja2.UndefinedError, TypeError, AttributeError)):
-        text = render(source, messages=messages, strftime_now=strftime_now)
-        assert text == "", f"it rendered {text[:80]!r}"
-        raise SecurityError("nothing came of it")
+    with pytest.raises((SecurityError, jinja2.UndefinedError, TypeError)):  # TypeError: there is no loader
+        render(source, messages=messages, strftime_now=strftime_now)
     assert messages == [{"role": "user", "content": "x"}]
 
 
@@ -175,5 +173,5 @@ def test_meters_do_not_mix():
 
 
 def test_exceptions_of_a_template():
-    with pytest.raises(TemplateError, match="^no system role$"):
+    with pytest.raises(TemplateError, match=r"^no system role$"):
         render("{{ raise_exception('no system role') }}")

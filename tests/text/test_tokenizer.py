@@ -106,7 +106,7 @@ def test_text_at_the_limit_passes(kind, texts):
 @pytest.mark.parametrize("piece", ["the river winds ", "\ufdfa", "<|im_end|>", "a", " ", "\x00", "\u4e2d", "<"])
 def test_a_hopeless_text_is_refused_before_the_work(request, monkeypatch, name, piece):
     tokenizer = request.getfixturevalue(name)
-    monkeypatch.setattr(tokenizer._backend, "encode", lambda parts: pytest.fail("it was tokenised"))
+    monkeypatch.setattr(tokenizer._backend, "encode", lambda _: pytest.fail("it was tokenised"))
     with pytest.raises(ContextLengthExceeded, match=r"at least \d+ tokens; at most 100 fit"):
         tokenizer.encode(piece * 200_000, max_tokens=100)
 
