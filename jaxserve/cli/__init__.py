@@ -16,6 +16,7 @@ import click
 from jaxserve import __version__
 from jaxserve.cli.models import models, verify
 from jaxserve.cli.pull import pull
+from jaxserve.cli.running import bench, check, generate, plan, score, serve
 from jaxserve.cli.settings import config
 from jaxserve.errors import JaxserveError
 
@@ -30,7 +31,7 @@ def cli(debug: bool) -> None:
     """Serve language models with JAX."""
 
 
-for command in (config, models, pull, verify):
+for command in (bench, check, config, generate, models, plan, pull, score, serve, verify):
     cli.add_command(command)
 
 

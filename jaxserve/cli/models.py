@@ -6,13 +6,13 @@ Knows the store and manifests. Does not know how a model is read or run, and doe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import click
 
 from jaxserve.checkpoint import manifest
 from jaxserve.checkpoint.catalog import read_catalog
 from jaxserve.checkpoint.store import Store
+from jaxserve.cli.columns import print_columns
 from jaxserve.cli.options import SettingsCommand, takes_settings
 from jaxserve.cli.progress import MEGABYTE, ProgressBars
 from jaxserve.config import Loaded
@@ -23,7 +23,10 @@ from jaxserve.config import Loaded
 @click.option("--version", "version", help="Version to verify: the one in use if none is named.")
 @takes_settings("model", "checkpoints")
 def verify(loaded: Loaded, model: str | None, version: str | None) -> None:
-    """Check every byte of a model against its manifest: the served one if none is named."""
+    """Check every byte of a model against its manifest.
+
+    Without MODEL it is the one that is served.
+    """
     model = model or loaded.config.model.id
     folder = Store(loaded.config.checkpoints.root).path(model, version)
     with ProgressBars() as progress:
@@ -43,7 +46,7 @@ def models(context: click.Context) -> None:
 @models.command(name="list", cls=SettingsCommand)
 @takes_settings("checkpoints")
 def list_models(loaded: Loaded) -> None:
-    """List all versions of all models, and what the catalogue knows besides."""
+    """List models and their versions, and what the catalogue knows besides."""
     store = Store(loaded.config.checkpoints.root)
     rows = [("MODEL", "VERSION", "", "DTYPE", "SIZE")]
     for model in store.models():
@@ -55,7 +58,7 @@ def list_models(loaded: Loaded) -> None:
     if loaded.config.checkpoints.catalog.is_file():
         known = read_catalog(loaded.config.checkpoints.catalog)
         rows += [(model, "-", "not pulled", "", "") for model in sorted(known.keys() - set(store.models()))]
-    _print_table(rows)
+    print_columns(rows)
 
 
 @models.command(cls=SettingsCommand)
@@ -81,7 +84,7 @@ def show(loaded: Loaded, model: str, version: str | None) -> None:
         ("goldens", found.goldens or "none"),
         ("converted by", f"jaxserve {found.engine}"),
     ]
-    _print_table(facts)
+    print_columns(facts)
 
 
 @models.command(cls=SettingsCommand)
@@ -108,7 +111,10 @@ def rollback(loaded: Loaded, model: str) -> None:
 @click.option("--keep", type=click.IntRange(min=0), default=2, show_default=True, help="Newest versions that stay.")
 @takes_settings("checkpoints")
 def gc(loaded: Loaded, model: str, keep: int) -> None:
-    """Remove old versions and what crashed conversions left; the current and the previous version always stay."""
+    """Remove old versions and what crashed conversions left.
+
+    The version in use and the previous one always stay.
+    """
     removed = Store(loaded.config.checkpoints.root).gc(model, keep)
     click.echo(
         "".join(f"{model}: {version} removed.\n" for version in removed) or f"{model}: nothing to remove.\n", nl=False
@@ -117,9 +123,3 @@ def gc(loaded: Loaded, model: str, keep: int) -> None:
 
 def _dtypes(found: manifest.Manifest) -> str:
     return ", ".join(sorted({leaf.dtype for leaf in found.tree}))
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

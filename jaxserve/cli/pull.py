@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,8 +15,10 @@ from jaxserve.cli.progress import ProgressBars
 from jaxserve.config import Loaded
 
 if TYPE_CHECKING:
+    from jaxserve import launch
     from jaxserve.checkpoint import pull as pulling
 else:
+    launch = lazy("jaxserve.launch")
     pulling = lazy("jaxserve.checkpoint.pull")
 
 
@@ -32,12 +35,20 @@ else:
 @click.option("--accept-licence", is_flag=True, help="You have read and accept the terms that the model comes under.")
 @takes_settings("model", "checkpoints")
 def pull(loaded: Loaded, source: str | None, name: str | None, dtype: str, accept_licence: bool) -> None:
-    """Fetch and convert a model: a name of the catalogue, hf:organisation/name, a .gguf file or a folder.
+    """Fetch and convert a model.
 
-    Without SOURCE it is the model that is served. What is there already is not fetched again.
+    SOURCE is a name of the catalogue, hf:organisation/name, a .gguf file or a folder; without it, it is the model that
+    is served. What is there already is not fetched again.
     """
     checkpoints = loaded.config.checkpoints
     with ProgressBars() as progress:
+
+        def goldens(folder: Path) -> dict[str, Any]:
+            progress("goldens", 0, 1)
+            computed = launch.goldens(folder)
+            progress("goldens", 1, 1)
+            return computed
+
         pulled = pulling.pull(
             source or loaded.config.model.id,
             Store(checkpoints.root),
@@ -45,6 +56,7 @@ def pull(loaded: Loaded, source: str | None, name: str | None, dtype: str, accep
             model=name,
             dtype=dtype,
             accept_licence=accept_licence,
+            goldens=goldens,
             progress=progress,
         )
     click.echo(f"{pulled.model} {pulled.version}: {'pulled' if pulled.fresh else 'already there'}, in {pulled.folder}.")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxserve import cli
 from jaxserve.checkpoint.store import Store
@@ -21,29 +19,15 @@ def store(tmp_path, monkeypatch) -> Store:
     return Store(tmp_path / "checkpoints")
 
 
-@pytest.fixture
-def source(tmp_path) -> Path:
-    """A Hugging Face folder of a small random model and a tokenizer of bytes."""
-    folder = tmp_path / "Toy"
-    tiny = ROOT / "tests" / "reference" / "tiny" / "llama"
-    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.npz"))
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    folder.joinpath("tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    return folder
-
-
-def test_pull_a_folder_once(capsys, store, source):
-    assert cli.run(["pull", str(source)]) == 0
+def test_pull_a_folder_once(capsys, store, toy_source):
+    assert cli.run(["pull", str(toy_source)]) == 0
     version = store.current("toy")
     output = capsys.readouterr()
     assert output.out == f"toy {version}: pulled, in {store.path('toy')}.\n"
     assert "convert" in output.err
-    assert cli.run(["pull", str(source), "--name", "toy"]) == 0
+    assert "goldens 1/1" in output.err
+    assert store.path("toy").joinpath("goldens.json").is_file()
+    assert cli.run(["pull", str(toy_source), "--name", "toy"]) == 0
     assert capsys.readouterr().out == f"toy {version}: already there, in {store.path('toy')}.\n"
     assert store.versions("toy") == [version]
 

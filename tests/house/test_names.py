@@ -25,8 +25,8 @@ IN_ONE_PLACE = {
     "model families": (
         r"(?i)(llama(?!\.cpp)|mistral|mixtral|qwen|gemma|smollm|deepseek|\bphi-?\d|falcon|olmo)",
         # A GGUF file names its tensors and how text is cut by family: its readers translate those names. The default
-        # model is a setting.
-        ("models/", "checkpoint/gguf", "text/gguf", "config/tree.py"),
+        # model is a setting. The toy is of a family.
+        ("models/", "checkpoint/gguf", "text/gguf", "config/tree.py", "testing.py"),
     ),
 }
 
