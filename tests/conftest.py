@@ -1,4 +1,4 @@
-"""What all tests share: where compiled programs are kept, and that a property's first run may be slow."""
+"""What all tests share: shape checks, where compiled programs are kept, the tiny engine and the real model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from pathlib import Path
 
 import hypothesis
 import jax
+import pytest
+from jaxtyping import install_import_hook
+
+# Shapes and dtypes in signatures are checked in tests only; before the first import of what is checked.
+install_import_hook(["jaxserve.models", "jaxserve.decode"], "beartype.beartype")
 
 ROOT = Path(__file__).resolve().parent.parent
+MODELS = ROOT / ".cache" / "checkpoints"
+MODEL = "smollm2-135m-instruct"
 
 # The suite compiles the same small programs again and again: keep them, however quickly they compile.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
@@ -16,3 +23,25 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 hypothesis.settings.register_profile("house", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("house")
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A compiled engine around a tiny random model; tests leave it idle."""
+    from jaxserve.testing import tiny_engine
+
+    engine = tiny_engine()
+    yield engine
+    assert not engine.has_work
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's folder, pulled once and kept; float32, so that it can be compared with other engines."""
+    from jaxserve.checkpoint.catalog import read_catalog
+    from jaxserve.checkpoint.pull import pull
+    from jaxserve.checkpoint.store import Store
+    from jaxserve.launch.golden import goldens
+
+    catalog = read_catalog(ROOT / "checkpoints" / "catalog.yaml")
+    return pull(MODEL, Store(MODELS), catalog, dtype="float32", goldens=goldens).folder

@@ -52,9 +52,9 @@ class SamplingRows:
 class TokenScores:
     """Natural log-probabilities under the model's own distribution, before any sampling parameter."""
 
-    chosen: Float[Array, "b w"]
-    top_ids: Int[Array, "b w a"]
-    top: Float[Array, "b w a"]
+    chosen: Float[Array, "*n b w"]
+    top_ids: Int[Array, "*n b w a"]
+    top: Float[Array, "*n b w a"]
 
 
 def choose(

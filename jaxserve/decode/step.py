@@ -7,7 +7,7 @@ and jitted by ``programs`` in this folder; a notebook calls the same functions.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,7 @@ class Verdict:
     memory: Any
 
 
+@runtime_checkable
 class Strategy(Protocol):
     """A frozen, hashable dataclass: it is a static argument of the compiled step."""
 
@@ -86,6 +87,7 @@ class Strategy(Protocol):
         """What is kept of it."""
 
 
+@runtime_checkable
 class Model(Protocol):
     """What a step needs of a model; see ``models.decoder.Decoder`` for the meaning of the arguments."""
 
@@ -106,12 +108,15 @@ class Model(Protocol):
 
 @pytree
 class Emission:
-    """What one step gave each row. ``finite`` is false where a logit was not: such a row emits nothing and stops."""
+    """What one step gave each row, or, with a leading axis, what each of several steps gave.
 
-    tokens: Int[Array, "b w"]
-    count: Int[Array, " b"]
+    ``finite`` is false where a logit was not: such a row emits nothing and stops.
+    """
+
+    tokens: Int[Array, "*n b w"]
+    count: Int[Array, "*n b"]
     scores: TokenScores
-    finite: Bool[Array, " b"]
+    finite: Bool[Array, "*n b"]
 
 
 @pytree
