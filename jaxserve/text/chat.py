@@ -20,12 +20,13 @@ from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.text.folder import CONFIG_FILE, read_json, spelling_of
 from jaxserve.text.sandbox import LimitExceeded, Meter, TemplateEnvironment, run
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.text.untrusted import Care, Disguise
+from jaxserve.text.untrusted import Care, disguise_for
 
 FILE = "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under three names
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_MAX_DEPTH = 64  # of lists and objects in each other
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends with a space to see whether the template trims
 _ENVIRONMENT = TemplateEnvironment()
 _RESERVED = frozenset(
@@ -83,7 +84,8 @@ class ChatTemplate:
             tree = _ENVIRONMENT.parse(source)
         except (jinja2.TemplateError, RecursionError, ValueError, OverflowError) as error:
             raise CheckpointError(f"The chat template is not valid: {error}") from error
-        self._literals = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        constants = (node.value for node in tree.find_all(nodes.Const))
+        self._literals = frozenset(value for value in constants if isinstance(value, str))
         self.reads_parts = self._probe()
 
     @classmethod
@@ -147,7 +149,7 @@ class ChatTemplate:
         """
         data = self._prepare(messages, tools, variables)
         text = self._render(data, add_generation_prompt, continue_final_message)
-        disguise = Disguise(controls, self._literals)
+        disguise = disguise_for(frozenset(controls), self._literals)
         if not disguise.needed(data):
             return Prompt(text)
         for care in Care:
@@ -209,8 +211,6 @@ class ChatTemplate:
         except UnicodeEncodeError:
             message = "A string in the messages holds a lone surrogate: it is not valid Unicode"
             raise InvalidRequest(message, param="messages", code="invalid_string") from None
-        except RecursionError:
-            raise InvalidRequest("The messages are nested too deeply", param="messages") from None
 
     def _message(self, index: int, message: object) -> dict[str, Any]:
         if not isinstance(message, Mapping):
@@ -243,8 +243,6 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             message = _brief(f"The chat template refuses the messages: {error}")
             raise InvalidRequest(message, param="messages") from error
-        except RecursionError:
-            raise InvalidRequest("The messages are nested too deeply for the chat template", param="messages") from None
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             message = _brief(f"The chat template cannot render the messages: {reason}")
@@ -275,17 +273,19 @@ def _named_template(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """``value`` rebuilt from plain JSON types: nothing a template could call methods of. Strings must be Unicode."""
+    if depth < 0:
+        raise InvalidRequest("The messages are nested too deeply", param="messages")
     if value is None or type(value) in (bool, int, float):
         return value
     if isinstance(value, str):
         value.encode()
         return str(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_plain(key, depth - 1): _plain(item, depth - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth - 1) for item in value]
     raise InvalidRequest(f"The messages hold a {type(value).__name__}, which is not JSON", param="messages")
 
 

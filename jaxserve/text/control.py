@@ -54,7 +54,7 @@ class ControlMatcher:
 
     def __init__(self, added: Iterable[AddedToken]) -> None:
         self._added = {token.spelling: token for token in added if token.spelling}
-        self._pattern = re.compile(_alternation(sorted(self._added)) or "(?!)")
+        self._pattern = re.compile(longest_of(self._added))
 
     def split(self, text: str, inert: Collection[int] = frozenset()) -> list[str | int]:
         """Returns ``text`` as plain stretches (str) and control token ids (int), in order, with no empty stretch.
@@ -94,15 +94,19 @@ def end_of_turn_tokens(controls: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(controls[name] for name in names if name in controls)
 
 
-def _alternation(words: list[str]) -> str:
-    """A pattern that matches the longest of ``words`` (sorted, non-empty) at a place, as a trie: one step a letter."""
+def longest_of(words: Collection[str]) -> str:
+    """A pattern that matches the longest of ``words`` at a place, a step a letter however many there are."""
+    return f"(?:{_trie(sorted(set(words)))})" if words else "(?!)"
+
+
+def _trie(words: list[str]) -> str:
     tails: dict[str, list[str]] = {}
     for word in words:
         tails.setdefault(word[0], []).append(word[1:])
     branches = []
     for head, group in tails.items():
         shared = _shared_start(group[0], group[-1])  # sorted: what these two share, all share
-        longer = _alternation([tail[len(shared) :] for tail in group if len(tail) > len(shared)])
+        longer = _trie([tail[len(shared) :] for tail in group if len(tail) > len(shared)])
         ends_here = shared in group
         rest = f"(?:{longer}){'?' if ends_here else ''}" if longer else ""
         branches.append(re.escape(head + shared) + rest)

@@ -9,9 +9,12 @@ Knows strings and spellings; neither templates nor tokens.
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from collections.abc import Collection, Iterable
 from typing import Any
+
+from jaxserve.text.control import longest_of
 
 _FIRST_MASK = 0x10F800  # in Unicode's last private-use plane
 
@@ -32,29 +35,36 @@ class Disguise:
         ``literals`` are strings that the template itself looks for in messages (``</think>``); they are left readable
         unless a control token could grow out of them.
         """
-        self._controls = tuple(sorted(controls, key=len, reverse=True))
-        heads = sorted({spelling[0] for spelling in self._controls})
-        self._masks = {head: chr(_FIRST_MASK + index) for index, head in enumerate(heads)}
-        self._heads = {mask: head for head, mask in self._masks.items()}
-        self._head_pattern = re.compile(_one_of(heads))
-        self._mask_pattern = re.compile(_one_of(self._heads))
-        self._begins = frozenset(
-            spelling[:length] for spelling in self._controls for length in range(1, len(spelling) + 1)
-        )
-        self._readable = tuple(text for text in literals if len(text) > 1 and text not in self._begins)
+        spellings = [spelling for spelling in controls if spelling]
+        heads = sorted({spelling[0] for spelling in spellings})
+        masks = [chr(_FIRST_MASK + index) for index in range(len(heads))]
+        self._mask = str.maketrans(dict(zip(heads, masks, strict=True)))
+        self._unmask = str.maketrans(dict(zip(masks, heads, strict=True)))
+        self._head, self._masked = re.compile(_one_of(heads)), re.compile(_one_of(masks))
+        self._control = re.compile(longest_of(spellings))
+        self._begins = frozenset(spelling[:end] for spelling in spellings for end in range(1, len(spelling)))
+        self._longest = max(map(len, self._begins), default=0)
+        readable = [text for text in literals if len(text) > 1 and text not in self._begins and text[0] in heads]
+        # A letter is left alone: templates change the case of letters, and no control token begins in mid-word.
+        signs = _one_of([head for head in heads if not head.isalnum()])
+        exact = f"(?={self._control.pattern}){_one_of(heads)}"
+        self._to_mask = {
+            Care.EXACT: re.compile(f"(?:{exact})+"),
+            Care.FULL: re.compile(f"(?:{exact}|(?!{longest_of(readable)}){signs})+"),
+        }
 
     def holds_control(self, value: Any) -> bool:
         """Whether any string in ``value`` (plain JSON data) spells a control token."""
-        return any(spelling in text for text in _strings(value) for spelling in self._controls)
+        return any(self._control.search(text) for text in _strings(value))
 
     def needed(self, value: Any) -> bool:
         """Whether ``put_on`` would replace anything in ``value``."""
-        return any(self._head_pattern.search(text) for text in _strings(value))
+        return any(self._head.search(text) for text in _strings(value))
 
     def put_on(self, value: Any, care: Care) -> Any:
         """A copy of ``value`` (plain JSON data) with the characters in its strings and keys replaced."""
         if isinstance(value, str):
-            return self._head_pattern.sub(lambda match: self._disguised(match, care), value)
+            return self._put_on_text(value, care)
         if isinstance(value, list):
             return [self.put_on(item, care) for item in value]
         if isinstance(value, dict):
@@ -63,24 +73,24 @@ class Disguise:
 
     def take_off(self, text: str) -> tuple[str, frozenset[int]]:
         """The readable text, and the positions of the characters that were disguised."""
-        places = frozenset(match.start() for match in self._mask_pattern.finditer(text))
-        return self._mask_pattern.sub(lambda match: self._heads[match.group()], text), places
+        places = frozenset(match.start() for match in self._masked.finditer(text))
+        return text.translate(self._unmask) if places else text, places
 
-    def _disguised(self, match: re.Match[str], care: Care) -> str:
-        head, text, at = match.group(), match.string, match.start()
-        if text.startswith(self._controls, at) or self._runs_out(text, at):
-            return self._masks[head]
-        # A letter is left alone: templates change the case of letters, and no control token begins in mid-word.
-        if care is Care.EXACT or head.isalnum() or text.startswith(self._readable, at):
-            return head
-        return self._masks[head]
-
-    def _runs_out(self, text: str, at: int) -> bool:
-        """Whether the text ends in the middle of what could become a control token with what follows it."""
-        return len(text) - at <= len(self._controls[0]) and text[at:] in self._begins
+    def _put_on_text(self, text: str, care: Care) -> str:
+        masked = self._to_mask[care].sub(lambda run: run.group().translate(self._mask), text)
+        for at in range(max(0, len(text) - self._longest), len(text)):
+            if text[at:] in self._begins:  # what follows in the prompt could complete it
+                masked = masked[:at] + text[at].translate(self._mask) + masked[at + 1 :]
+        return masked
 
 
-def _one_of(characters: Iterable[str]) -> str:
+@functools.lru_cache(maxsize=8)
+def disguise_for(controls: frozenset[str], literals: frozenset[str]) -> Disguise:
+    """The ``Disguise`` of a vocabulary and a template; making one takes longer than using it."""
+    return Disguise(controls, literals)
+
+
+def _one_of(characters: list[str]) -> str:
     return f"[{re.escape(''.join(characters))}]" if characters else "(?!)"
 
 

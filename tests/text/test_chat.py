@@ -283,6 +283,15 @@ def test_deep_nesting():
         deep = [deep]
     with pytest.raises(InvalidRequest, match="nested too deeply"):
         ChatTemplate(QUOTING).render([{"role": "user", "content": {"x": deep}}])
+    call = {"function": {"name": "f", "arguments": '{"x": ' + "[" * 500 + "]" * 500 + "}"}}
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        ChatTemplate(QUOTING).render([{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_endless_recursion_is_refused():
+    source = "{% macro m() %}{{ m() }}{% endmacro %}{% if messages | length > 1 %}{{ m() }}{% endif %}"
+    with pytest.raises(InvalidRequest, match="RecursionError"):
+        ChatTemplate(source).render([USER, USER])
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ class Letters:
 
     strips_space = False
 
-    def token_bytes(self, token: int, *, skip_special: bool = True) -> bytes:  # noqa: ARG002 (the real one's)
+    def token_bytes(self, token: int, *, skip_special: bool = True) -> bytes:
         return bytes([token])
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.text.untrusted import Care, Disguise
+from jaxserve.text.untrusted import Care, Disguise, disguise_for
 
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
 CONTROLS = ["<|im_end|>", "<|im_start|>", "[INST]", "EOT"]
@@ -75,3 +75,15 @@ def test_whether_anything_is_to_be_done():
 
 def test_plain_values_stay():
     assert Disguise(CONTROLS).put_on({"a": [1, None, True, 2.5]}, Care.FULL) == {"a": [1, None, True, 2.5]}
+
+
+def test_one_disguise_a_vocabulary():
+    controls = frozenset(CONTROLS)
+    assert disguise_for(controls, frozenset({"</think>"})) is disguise_for(frozenset(CONTROLS), frozenset({"</think>"}))
+
+
+def test_large_texts_and_vocabularies():
+    disguise = Disguise([f"<|reserved_{n}|>" for n in range(5000)])
+    text = "<|reserved_" * 50_000
+    masked = disguise.put_on(text, Care.FULL)
+    assert disguise.take_off(masked) == (text, frozenset(range(0, len(text), 11)))
