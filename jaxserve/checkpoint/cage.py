@@ -103,12 +103,14 @@ def _converse(child: subprocess.Popen[str], request: str, progress: Progress) ->
     except BrokenPipeError:
         return None
     for line in child.stdout:
-        if not line.endswith("\n"):
-            return None  # it died in the middle of a line
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message: dict[str, Any] = json.loads(line)
+        except ValueError:
+            break  # it died in the middle of a line
         if "phase" not in message:
             return message
         progress(message["phase"], message["done"], message["total"])
+    child.kill()
     return None
 
 
