@@ -105,12 +105,12 @@ def _converse(child: subprocess.Popen[str], request: str, progress: Progress) ->
     for line in child.stdout:
         try:
             message: dict[str, Any] = json.loads(line)
-        except ValueError:
-            break  # it died in the middle of a line
+        except ValueError:  # it dies in the middle of a line, or no longer runs our program
+            child.kill()
+            break
         if "phase" not in message:
             return message
         progress(message["phase"], message["done"], message["total"])
-    child.kill()
     return None
 
 

@@ -70,6 +70,21 @@ def test_every_other_end_is_one_sentence(run, body, reason):
     assert "\n" not in caught.value.message
 
 
+def test_a_child_that_breaks_the_protocol_is_ended(run):
+    body = """
+for descriptor in range(3, 20):
+    try:
+        os.write(descriptor, b"no JSON\\n")
+    except OSError:
+        pass
+time.sleep(60)
+"""
+    started = time.perf_counter()
+    with pytest.raises(CheckpointError, match="signal SIGKILL"):
+        run(body)
+    assert time.perf_counter() - started < 20
+
+
 def test_memory_is_limited(run):
     with pytest.raises(CheckpointError, match="memory limit"):
         run("x = bytearray(2 << 30)\nreturn {}", cage.Limits(1 << 28, 60, 1 << 20))
