@@ -9,11 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
+from starlette.routing import Route
 
 import jaxserve
 from jaxserve import errors
 from jaxserve.cli import cli
+from jaxserve.config import ModelConfig, ServerConfig
+from jaxserve.server import wire
+from jaxserve.server.app import create_app
+from jaxserve.server.parse import parse
+from jaxserve.server.service import Service
 from tests.house import tables
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -119,6 +126,28 @@ def test_readme_has_every_room_in_its_tree(readme, root):
         if path.suffix == ".py" or path.joinpath("__init__.py").exists()
     ]
     assert sorted(set(rooms) - {"jaxserve/__init__.py"} - set(tree(readme))) == []
+
+
+def test_readme_lists_every_route(readme):
+    listed = re.findall(r"^\| (\w+) \| `(/[^`]*)` \|", tables.table(readme, "HTTP"), re.M)
+    routes = [route for route in create_app(Service(config=ServerConfig())).routes if isinstance(route, Route)]
+    served = [(method, route.path.replace(":path", "")) for route in routes for method in route.methods or ()]
+    served = [(method, path) for method, path in served if method != "HEAD"]
+    assert sorted(listed) == sorted(served)
+
+
+def test_readme_shows_a_request_that_would_be_understood(readme):
+    (block,) = blocks(readme, "console")
+    command, *output = block.splitlines()
+    words = shlex.split(command.removeprefix("$ "))
+    url, body = words[2], words[words.index("-d") + 1]
+    request = parse(body.encode(), wire.ChatRequest)
+    assert url == f"localhost:{ServerConfig().port}/v1/chat/completions"
+    assert request.model == ModelConfig().id
+    assert request.stream
+    # What grep leaves of each chunk is a field of the delta.
+    texts = [msgspec.json.decode("{" + line + "}", type=wire.ChatDelta).content for line in output]
+    assert re.match(r"\w+ .*red.*blue.*yellow", "".join(texts), re.S | re.I)
 
 
 @pytest.mark.parametrize("heading", tables.TABLES)
