@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.decode.autoregressive import Autoregressive
+from jaxserve.decode.step import DecodeState, Strategy
+from jaxserve.models.cache import empty_cache
+from tests.decode.rows import sampling_rows
+
+
+def state(known: list[int]) -> DecodeState:
+    tokens = np.arange(2 * 8).reshape(2, 8)
+    return DecodeState(
+        cache=empty_cache(1, 2, 1, 8, 4, jnp.float32),
+        tokens=jnp.asarray(tokens, jnp.int32),
+        length=jnp.asarray(known, jnp.int32) - 1,
+        known=jnp.asarray(known, jnp.int32),
+        active=jnp.ones(2, bool),
+        memory=None,
+    )
+
+
+def test_it_reads_the_last_token_and_keeps_one():
+    strategy = Autoregressive(alternatives=2)
+    assert isinstance(strategy, Strategy)
+    assert hash(strategy) == hash(Autoregressive(alternatives=2))
+    proposal = strategy.propose(state([3, 5]), sampling_rows(2))
+    assert proposal.tokens.tolist() == [[2], [12]]
+    logits = jnp.zeros((2, 1, 20)).at[0, 0, 7].set(2.0).at[1, 0, 9].set(2.0)
+    verdict = strategy.accept(logits, proposal, state([3, 5]), sampling_rows(2, alternatives=True))
+    assert verdict.tokens.tolist() == [[7], [9]]
+    assert (verdict.count.tolist(), verdict.advance.tolist()) == ([1, 1], [1, 1])
+    assert verdict.scores.top_ids[:, 0, 0].tolist() == [7, 9]
+
+
+def test_it_needs_no_memory():
+    assert Autoregressive().memory(4) is None
