@@ -30,14 +30,14 @@ def test_defaults_know_that_they_are():
 
 
 def test_a_later_layer_wins_and_origins_tell(write):
-    file = write("engine:\n  max_waiting: 1\n  max_logprobs: 1\n  layers: scanned\n")
+    file = write("engine:\n  max_waiting: 1\n  max_logprobs: 1\n  huge_pages: off\n")
     environ = {"JAXSERVE_ENGINE__MAX_WAITING": "2", "JAXSERVE_ENGINE__MAX_LOGPROBS": "2"}
     loaded = load(file, {"engine.max_waiting": "3"}, environ)
     engine = loaded.config.engine
-    assert (engine.max_waiting, engine.max_logprobs, engine.layers) == (3, 2, "scanned")
+    assert (engine.max_waiting, engine.max_logprobs, engine.huge_pages) == (3, 2, "off")
     assert loaded.origins["engine.max_waiting"] == "--engine.max-waiting"
     assert loaded.origins["engine.max_logprobs"] == "JAXSERVE_ENGINE__MAX_LOGPROBS"
-    assert loaded.origins["engine.layers"] == f"{file}:4"
+    assert loaded.origins["engine.huge_pages"] == f"{file}:4"
     assert loaded.origins["engine.max_output_tokens"] == "default"
 
 
@@ -98,7 +98,7 @@ def test_an_empty_file_says_nothing(write, text):
         ("engine:\n  queue_timeout_s: .nan\n", "not '.nan'."),
         ("engine:\n  queue_timeout_s: nan\n", "not 'nan'."),
         ("engine:\n  queue_timeout_s: inf\n", "not 'inf'."),
-        ("engine:\n  layers: off\n", "takes `auto` or `unrolled` or `scanned`, not 'off'."),
+        ("log:\n  level: off\n", "takes `debug` or `info` or `warning` or `error`, not 'off'."),
         ("log:\n  access: maybe\n", "takes `true` or `false`, not 'maybe'."),
         ("server:\n  port: 65536\n", "not '65536'."),
         ("server:\n  host: ''\n", "not ''."),

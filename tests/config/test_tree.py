@@ -41,7 +41,7 @@ def test_durations_name_their_unit():
 
 def test_values_in_words():
     assert SETTINGS["engine.max_waiting"].values == "an integer from 0 to 1,000,000"
-    assert SETTINGS["engine.layers"].values == "`auto` or `unrolled` or `scanned`"
+    assert SETTINGS["log.format"].values == "`console` or `json`"
     assert SETTINGS["engine.memory_headroom"].values == "a number from 0 below 1"
     assert SETTINGS["engine.compilation_cache"].values == "a path or `off`"
     assert SETTINGS["engine.pools"].values == "pools like `24x2048,4x32768`"
