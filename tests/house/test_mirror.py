@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 ELSEWHERE = ("house/", "reference/")  # about the repository as a whole, about other engines
+SHAPES_ONLY = {"server/wire.py"}  # types without behaviour; what reads and writes them is tested
 
 
 def strays(tests: list[str], modules: list[str]) -> list[str]:
@@ -38,7 +39,7 @@ def test_every_test_has_a_module(root, modules):
 
 def test_every_module_has_a_test(root, modules):
     tests = [path.relative_to(root / "tests").as_posix() for path in root.joinpath("tests").rglob("test_*.py")]
-    assert untested(tests, modules) == []
+    assert set(untested(tests, modules)) - SHAPES_ONLY == set()
 
 
 def test_the_mirror_shows():
