@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import Delta, FinishReason, Limits, Request
 from jaxserve.engine.scheduler import check
-from jaxserve.errors import InvalidRequest, JaxserveError, Overloaded, ShuttingDown
+from jaxserve.errors import EngineError, InvalidRequest, JaxserveError, Overloaded, ShuttingDown
 
 
 class Stream:
@@ -50,6 +50,7 @@ class Stream:
         """Frees the slot. Does nothing when the request has ended; may be called more than once."""
         if not self._done:
             self._done = True
+            self._deltas.clear()
             self._cancel(self.request.id)
             self._arrived.set()
 
@@ -91,10 +92,10 @@ class AsyncEngine:
         Raises:
             InvalidRequest, ContextLengthExceeded: the request is wrong.
             Overloaded: the queue is full.
-            ShuttingDown: the engine takes no more.
+            ShuttingDown: the engine takes no more. EngineError: its thread has died.
         """
         if self._closing is not None:
-            raise ShuttingDown("the server is shutting down")
+            raise self._closing
         if request.id in self._streams:
             raise InvalidRequest(f"request id {request.id} is in use", param="id")
         check(request, self.limits)
@@ -138,6 +139,16 @@ class AsyncEngine:
             self._wake.notify()
 
     def _work(self) -> None:
+        try:
+            self._serve_until_stopped()
+        except BaseException as fault:
+            # A mistake of ours, not of a step: nobody may wait for a thread that is gone.
+            self._closing = EngineError(f"the engine's thread ended: {type(fault).__name__}")
+            lost = Delta(finish_reason=FinishReason.ERROR, error=self._closing)
+            self._tell([(request_id, lost) for request_id in tuple(self._streams)])
+            raise
+
+    def _serve_until_stopped(self) -> None:
         while True:
             with self._wake:
                 while not (self._arrivals or self._cancels or self._stopped or self._engine.has_work):

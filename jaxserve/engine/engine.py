@@ -68,7 +68,6 @@ class Engine:
         self._rows = [RowTable(self.plan, pool) for pool in self.plan.pools]
         self._states = [programs.empty(pool) for pool in range(len(self.plan.pools))]
         self._in_flight: list[tuple[RunWork, Emission]] = []
-        self._ended: list[tuple[str, Delta]] = []
         self._watch = CompileWatch(self.metrics.recompiles.inc)
 
     @property
@@ -79,7 +78,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a tick would do anything."""
-        return self._scheduler.has_work or bool(self._in_flight) or bool(self._ended)
+        return self._scheduler.has_work or bool(self._in_flight)
 
     @property
     def recompiles(self) -> int:
@@ -112,6 +111,7 @@ class Engine:
 
     def abandon(self, error: JaxserveError) -> list[tuple[str, Delta]]:
         """Ends every request with an error."""
+        self._in_flight = []
         return self._report(self._scheduler.drop_all(error))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from prometheus_client import generate_latest
+
+from jaxserve.engine.metrics import Metrics
+
+PROMISED = (
+    "jaxserve_requests_running",
+    "jaxserve_requests_waiting",
+    "jaxserve_cache_usage_ratio",
+    "jaxserve_recompiles_total",
+    "jaxserve_requests_refused_total",
+    "jaxserve_requests_finished_total",
+    "jaxserve_prompt_tokens_total",
+    "jaxserve_generated_tokens_total",
+    "jaxserve_queue_time_seconds",
+    "jaxserve_time_to_first_token_seconds",
+    "jaxserve_inter_token_latency_seconds",
+    "jaxserve_request_seconds",
+)
+
+
+def test_every_promised_name_is_there_from_the_start():
+    text = generate_latest(Metrics().registry).decode()
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert set(PROMISED) <= names
+    assert 'jaxserve_time_to_first_token_seconds_bucket{le="0.001"}' in text
+    assert 'jaxserve_requests_finished_total{reason="stop"} 0.0' in text
+
+
+def test_http_requests_are_counted_by_route():
+    metrics = Metrics()
+    metrics.observe_http(method="POST", route="/generate", status=200, seconds=0.2)
+    text = generate_latest(metrics.registry).decode()
+    assert 'jaxserve_http_request_seconds_count{method="POST",route="/generate",status="200"} 1.0' in text

@@ -1,0 +1,29 @@
+"""The plan's programs, all of them and nothing else."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.engine.programs import CompileWatch
+
+
+def test_the_watch_counts_from_the_moment_it_is_armed():
+    heard = []
+    watch = CompileWatch(lambda: heard.append(1))
+    jax.jit(lambda x: x * 3 + 1)(jnp.arange(11))
+    assert watch.count == 0
+    watch.arm()
+    jax.jit(lambda x: x * 5 + 1)(jnp.arange(12))
+    assert watch.count == len(heard) >= 1
+    watch.close()
+    count = watch.count
+    jax.jit(lambda x: x * 7 + 1)(jnp.arange(13))
+    assert watch.count == count
+
+
+def test_exactly_the_plan_is_compiled(tiny):
+    programs = tiny._programs
+    assert tuple(programs._executables) == tiny.plan.programs()
+    assert set(programs.workspace_bytes()) == set(tiny.plan.programs())
+    assert max(programs.workspace_bytes().values()) <= tiny.plan.workspace_bytes
