@@ -94,6 +94,9 @@ class Store:
             known = ", ".join(self.models()) or "none"
             raise CheckpointError(f"Model {model!r} has no version in use in {self.root}; models there: {known}.")
         if not manifest.VERSION_NAME.fullmatch(version) or version not in self.versions(model):
+            lost = self._folder(model) / version / manifest.FILE_NAME
+            if manifest.VERSION_NAME.fullmatch(version) and lost.parent.is_dir():
+                raise CheckpointError(f"{lost} is missing.")
             known = ", ".join(self.versions(model)) or "none"
             raise CheckpointError(f"Model {model!r} has no version {version[:40]!r}; versions there: {known}.")
         return self._folder(model) / version

@@ -1,0 +1,61 @@
+"""Goldens: made by the whole-sequence pass, kept by the served one, broken by a changed weight."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import CheckpointError, SelfTestFailed
+from jaxserve.launch import golden
+from jaxserve.launch.loading import LoadedModel
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    pass
+
+
+def test_goldens_are_stored_and_kept(loaded: LoadedModel):
+    stored = json.loads((loaded.folder / "goldens.json").read_text())
+    assert sum(len(one["tokens"]) for one in stored["prompts"]) >= golden.ENOUGH
+    heard = []
+    golden.self_test(loaded.engine, loaded.folder, lambda *step: heard.append(step))
+    assert heard[-1] == ("selftest", len(stored["prompts"]), len(stored["prompts"]))
+    assert golden.goldens(loaded.folder) == stored
+
+
+def test_a_changed_weight_fails_the_test(loaded: LoadedModel):
+    engine: Engine = loaded.engine
+    layer = engine._programs._params["layers"][1]["mlp"]["down"]
+    good = layer["kernel"]
+    try:
+        layer["kernel"] = good * -1.0
+        with pytest.raises(SelfTestFailed, match="golden 0"):
+            golden.self_test(engine, loaded.folder, silent)
+        layer["kernel"] = good.at[0, 0].set(jnp.nan)
+        with pytest.raises(SelfTestFailed, match="not finite"):
+            golden.self_test(engine, loaded.folder, silent)
+    finally:
+        layer["kernel"] = good
+    golden.self_test(engine, loaded.folder, silent)
+
+
+def test_no_goldens_no_service(loaded: LoadedModel, tmp_path):
+    shutil.copyfile(loaded.folder / "goldens.json", tmp_path / "goldens.json")
+    (tmp_path / "goldens.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no goldens"):
+        golden.self_test(loaded.engine, tmp_path, silent)
+    long = {"prompts": [{"prompt": [1] * 120, "tokens": [1] * 20}]}
+    (tmp_path / "goldens.json").write_text(json.dumps(long))
+    with pytest.raises(CheckpointError, match="no golden fits"):
+        golden.self_test(loaded.engine, tmp_path, silent)
+
+
+@pytest.mark.parametrize(
+    ("leads", "least", "count"), [([1.0, 0.6, 0.4, 0.9], 0.5, 2), ([1.0], 0.5, 1), ([0.1], 0.5, 0)]
+)
+def test_a_golden_ends_before_the_first_close_call(leads, least, count):
+    assert golden._first_below(leads, least) == count
