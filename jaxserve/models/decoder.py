@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.errors import CheckpointError
 from jaxserve.models.attention import Prefix, attend
 from jaxserve.models.cache import KVCache
-from jaxserve.models.layers import GatedMLP, Linear, RMSNorm, parameter
+from jaxserve.models.layers import GatedMLP, Linear, RMSNorm, parameter, product
 from jaxserve.models.rope import Rope, rope_from_hf, rotate
 from jaxserve.models.weights import Rule
 
@@ -151,7 +151,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """Scores of every token, in float32."""
         table = self.embedding if self.head is None else self.head
-        return jnp.einsum("...d,vd->...v", hidden, table[...], preferred_element_type=jnp.float32)
+        rows = product(hidden.reshape(-1, hidden.shape[-1]), table[...], jnp.float32)
+        return rows.reshape(*hidden.shape[:-1], -1)
 
 
 def read_config(hf: Mapping[str, Any], **family: Any) -> DecoderConfig:
@@ -206,11 +207,11 @@ def _attention_rules(config: DecoderConfig, layer: int) -> list[Rule]:
     to, of = f"layers.{layer}.", f"model.layers.{layer}."
     rules = [
         Rule(to + "attention_norm.scale", of + "input_layernorm.weight", (d,), (0,), (None,)),
-        Rule(to + "attention.o.kernel", of + "self_attn.o_proj.weight", (d, n, h), (1, 2, 0), ("heads", None, "model")),
+        Rule(to + "attention.o.kernel", of + "self_attn.o_proj.weight", (d, n, h), (0, 1, 2), ("model", "heads", None)),
     ]
     for name, heads, axis in (("q", n, "heads"), ("k", kv, "kv_heads"), ("v", kv, "kv_heads")):
         leaf, source = to + f"attention.{name}.", of + f"self_attn.{name}_proj."
-        rules.append(Rule(leaf + "kernel", source + "weight", (heads, h, d), (2, 0, 1), ("model", axis, None)))
+        rules.append(Rule(leaf + "kernel", source + "weight", (heads, h, d), (0, 1, 2), (axis, None, "model")))
         if config.qkv_bias:
             rules.append(Rule(leaf + "bias", source + "bias", (heads, h), (0, 1), (axis, None)))
     if config.output_bias:
@@ -228,7 +229,7 @@ def _mlp_rules(config: DecoderConfig, layer: int) -> list[Rule]:
     shapes = (("gate", f, d, "ffn", "model"), ("up", f, d, "ffn", "model"), ("down", d, f, "model", "ffn"))
     for name, outputs, inputs, out_axis, in_axis in shapes:
         leaf, source = to + f"mlp.{name}.", of + f"mlp.{name}_proj."
-        rules.append(Rule(leaf + "kernel", source + "weight", (outputs, inputs), (1, 0), (in_axis, out_axis)))
+        rules.append(Rule(leaf + "kernel", source + "weight", (outputs, inputs), (0, 1), (out_axis, in_axis)))
         if config.mlp_bias:
             axis = out_axis if out_axis == "ffn" else None
             rules.append(Rule(leaf + "bias", source + "bias", (outputs,), (0,), (axis,)))

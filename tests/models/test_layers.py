@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
+from jaxserve.models import layers
 from jaxserve.models.layers import GatedMLP, Linear, RMSNorm
 
 
@@ -15,7 +17,7 @@ def test_linear_contracts_the_axes_it_names():
     layer = Linear((3, 4), (5,), bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0))
     layer.bias[...] = jnp.asarray(array(5))
     x = array(2, 7, 3, 4, seed=1)
-    expected = np.einsum("btnh,nhd->btd", x, np.asarray(layer.kernel[...])) + array(5)
+    expected = np.einsum("btnh,dnh->btd", x, np.asarray(layer.kernel[...])) + array(5)
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, atol=1e-5)
 
 
@@ -34,5 +36,16 @@ def test_gated_mlp():
     mlp = GatedMLP(6, 8, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(3))
     x = array(1, 2, 6)
     gate, up, down = (np.asarray(part.kernel[...]) for part in (mlp.gate, mlp.up, mlp.down))
-    hidden = (x @ gate) / (1 + np.exp(-(x @ gate))) * (x @ up)
-    np.testing.assert_allclose(mlp(jnp.asarray(x)), hidden @ down, atol=1e-5)
+    hidden = (x @ gate.T) / (1 + np.exp(-(x @ gate.T))) * (x @ up.T)
+    np.testing.assert_allclose(mlp(jnp.asarray(x)), hidden @ down.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, layers.FEW_ROWS, layers.FEW_ROWS + 1])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_product_is_the_same_on_both_sides_of_the_switch(rows, dtype):
+    x, weights = jnp.asarray(array(rows, 96), dtype), jnp.asarray(array(80, 96, seed=1), dtype)
+    exact = np.asarray(x, np.float64) @ np.asarray(weights, np.float64).T
+    found = layers.product(x, weights, jnp.float32)
+    assert (found.dtype, found.shape) == (jnp.float32, (rows, 80))
+    np.testing.assert_allclose(found, exact, atol=1e-3 if dtype == jnp.float32 else 0.2, rtol=1e-2)
+    assert layers.product(x, weights, dtype).dtype == dtype
