@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxserve.config import EngineConfig, Pool
 from jaxserve.decode.autoregressive import Autoregressive
@@ -15,7 +16,7 @@ from jaxserve.engine.metrics import Metrics
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.scheduler import Policy
 from jaxserve.models.family import Family, family_of
-from jaxserve.models.weights import as_state, nest
+from jaxserve.models.weights import nest
 from jaxserve.plan import Plan, make_plan
 
 TINY: dict[str, Any] = {
@@ -34,16 +35,20 @@ TINY: dict[str, Any] = {
 TINY_EOS = 257
 
 
-def random_params(family: Family, seed: int = 0, dtype: Any = jnp.float32) -> dict[Any, Any]:
-    """Weights with enough spread that the next token depends on everything before it."""
+def random_leaves(family: Family, seed: int = 0, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
+    """A checkpoint's leaves by path, with enough spread that the next token depends on everything before it."""
     key = jax.random.key(seed)
     leaves = {}
     for index, rule in enumerate(family.rules):
         draw = jax.random.normal(jax.random.fold_in(key, index), rule.leaf_shape, jnp.float32)
         scale = 1 + 0.1 * draw if rule.param.endswith("scale") else 0.25 * draw
         leaves[rule.param] = scale.astype(dtype)
-    state: dict[Any, Any] = as_state(nest(leaves))
-    return state
+    return leaves
+
+
+def random_params(family: Family, seed: int = 0, dtype: DTypeLike = jnp.float32) -> dict[Any, Any]:
+    """The same as the module's parameters."""
+    return family.arrange(nest(random_leaves(family, seed, dtype)))
 
 
 def tiny_plan(family: Family, pools: tuple[Pool, ...] = (Pool(4, 128),), **settings: Any) -> Plan:

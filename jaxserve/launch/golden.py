@@ -23,7 +23,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import CheckpointError, SelfTestFailed
 from jaxserve.models.family import family_of
-from jaxserve.models.weights import abstract, as_state
+from jaxserve.models.weights import abstract
 from jaxserve.text.tokenizer import Tokenizer
 
 PROMPTS = (
@@ -41,7 +41,7 @@ ENOUGH = 12
 def goldens(folder: Path) -> dict[str, Any]:
     """Computes a new version's goldens: JSON values for ``goldens.json``."""
     family = family_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    params = as_state(restore(folder, abstract(family.rules, jnp.float32)))
+    params = family.arrange(restore(folder, abstract(family.rules, jnp.float32)))
     graphdef = family.graphdef(jnp.float32)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     room = min(PROMPT_TOKENS + NEW_TOKENS, family.config.max_positions)

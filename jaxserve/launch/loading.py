@@ -30,7 +30,7 @@ from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.launch.device import configure_jax, memory_bytes
 from jaxserve.launch.golden import self_test
 from jaxserve.models.family import Family, family_of
-from jaxserve.models.weights import as_state, nest
+from jaxserve.models.weights import nest
 from jaxserve.plan import Plan, make_plan
 from jaxserve.sharding import make_mesh, sharding
 from jaxserve.text.chat import ChatTemplate
@@ -116,7 +116,7 @@ def load_model(config: Config, progress: Progress, metrics: Metrics | None = Non
 
 
 def restore_params(folder: Path, family: Family, dtype: str, progress: Progress) -> dict[Any, Any]:
-    """The weights, straight into their sharding, keyed as ``nnx`` wants them."""
+    """The weights, straight into their sharding, arranged for the module."""
     mesh = make_mesh()
     wanted = {
         rule.param: jax.ShapeDtypeStruct(
@@ -124,7 +124,7 @@ def restore_params(folder: Path, family: Family, dtype: str, progress: Progress)
         )
         for rule in family.rules
     }
-    return as_state(restore(folder, nest(wanted), progress))
+    return family.arrange(restore(folder, nest(wanted), progress))
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:

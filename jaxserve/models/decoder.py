@@ -54,17 +54,24 @@ class DecoderConfig:
     tied: bool = False
     key_block: int = 128
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions."""
+    """Grouped-query self-attention with rotary positions.
+
+    One product gives all three: for each key head its group of query heads, then the key, then the value. So the
+    first axis can be split over devices, and XLA:CPU starts one product instead of three.
+    """
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        heads, kv, size = config.heads, config.kv_heads, config.head_size
-        bias = config.qkv_bias
-        self.q = Linear((config.width,), (heads, size), bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Linear((config.width,), (kv, size), bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Linear((config.width,), (kv, size), bias=bias, dtype=dtype, rngs=rngs)
-        self.o = Linear((heads, size), (config.width,), bias=config.output_bias, dtype=dtype, rngs=rngs)
+        size, outputs = config.head_size, (config.kv_heads, config.group + 2, config.head_size)
+        self.group = config.group
+        self.qkv = Linear((config.width,), outputs, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.o = Linear((config.heads, size), (config.width,), bias=config.output_bias, dtype=dtype, rngs=rngs)
         norm = config.qk_norm
         self.q_norm = RMSNorm(size, eps=config.norm_eps, dtype=dtype, rngs=rngs) if norm else None
         self.k_norm = RMSNorm(size, eps=config.norm_eps, dtype=dtype, rngs=rngs) if norm else None
@@ -73,7 +80,9 @@ class Attention(nnx.Module):
         self, x: Float[Array, "b t d"], rotation: tuple[Array, Array]
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b k t h"], Float[Array, "b k t h"]]:
         """Queries, and keys and values in the cache's layout."""
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        both = self.qkv(x)
+        q = both[:, :, :, : self.group].reshape(*x.shape[:2], -1, both.shape[-1])
+        k, v = both[:, :, :, self.group], both[:, :, :, self.group + 1]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *rotation), rotate(k, *rotation).swapaxes(1, 2), v.swapaxes(1, 2)
@@ -234,3 +243,24 @@ def _mlp_rules(config: DecoderConfig, layer: int) -> list[Rule]:
             axis = out_axis if out_axis == "ffn" else None
             rules.append(Rule(leaf + "bias", source + "bias", (outputs,), (0,), (axis,)))
     return rules
+
+
+def arrange(config: DecoderConfig, tree: Mapping[str, Any]) -> dict[Any, Any]:
+    """A checkpoint's tree (one leaf a rule) as the module's parameters: products of the same input joined.
+
+    Layer by layer, so that at most one layer is there twice.
+    """
+    layers = {}
+    for name, layer in tree["layers"].items():
+        attention, mlp = dict(layer["attention"]), dict(layer["mlp"])
+        parts = [attention.pop(part) for part in ("q", "k", "v")]
+        attention["qkv"] = {leaf: _join_heads(config, *(part[leaf] for part in parts)) for leaf in parts[0]}
+        gate, up = mlp.pop("gate"), mlp.pop("up")
+        mlp["gate_up"] = {leaf: jnp.stack([gate[leaf], up[leaf]]) for leaf in gate}
+        layers[int(name)] = {**layer, "attention": attention, "mlp": mlp}
+    return {**tree, "layers": layers}
+
+
+def _join_heads(config: DecoderConfig, q: Array, k: Array, v: Array) -> Array:
+    queries = q.reshape(config.kv_heads, config.group, *q.shape[1:])
+    return jnp.concatenate([queries, k[:, None], v[:, None]], axis=1)

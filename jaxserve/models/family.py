@@ -11,6 +11,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from flax import nnx
@@ -18,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.cache import KVCache, empty_cache
-from jaxserve.models.decoder import Decoder, DecoderConfig, decoder_rules
+from jaxserve.models.decoder import Decoder, DecoderConfig, arrange, decoder_rules
 from jaxserve.models.weights import Rule
 from jaxserve.plan import ModelShape
 
@@ -34,6 +35,7 @@ class Family:
         rules: every weight and where it comes from.
         ignored: prefixes of source tensors that carry no weight of this model.
         build: makes the module, e.g. ``build(jnp.bfloat16, nnx.Rngs(0))``.
+        arrange: makes the module's parameters of a checkpoint's tree, which has a leaf for each rule.
         empty_cache: makes a cache of (slots, positions, dtype).
     """
 
@@ -41,6 +43,7 @@ class Family:
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...]
     build: Callable[[DTypeLike, nnx.Rngs], Decoder]
+    arrange: Callable[[Mapping[str, Any]], dict[Any, Any]]
     empty_cache: Callable[[int, int, DTypeLike], KVCache]
 
     @property
@@ -73,6 +76,7 @@ def decoder_family(config: DecoderConfig, ignored: tuple[str, ...] = ()) -> Fami
         rules=decoder_rules(config),
         ignored=ignored + tied + buffers,
         build=lambda dtype, rngs: Decoder(config, dtype=dtype, rngs=rngs),
+        arrange=partial(arrange, config),
         empty_cache=lambda slots, positions, dtype: empty_cache(
             config.layers, slots, config.kv_heads, positions, config.head_size, dtype
         ),

@@ -91,10 +91,10 @@ class GatedMLP(nnx.Module):
     """``down(silu(gate(x)) * up(x))`` (Shazeer 2020, SwiGLU)."""
 
     def __init__(self, width: int, ffn: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        self.gate = Linear((width,), (ffn,), bias=bias, dtype=dtype, rngs=rngs)
-        self.up = Linear((width,), (ffn,), bias=bias, dtype=dtype, rngs=rngs)
+        self.gate_up = Linear((width,), (2, ffn), bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear((ffn,), (width,), bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         """Applies the block, without the residual."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        both = self.gate_up(x)
+        return self.down(jax.nn.silu(both[..., 0, :]) * both[..., 1, :])

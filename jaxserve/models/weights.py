@@ -70,11 +70,3 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 def abstract(rules: Iterable[Rule], dtype: DTypeLike) -> dict[str, Any]:
     """The parameter tree's shapes and dtype, with no value in memory."""
     return nest({rule.param: jax.ShapeDtypeStruct(rule.leaf_shape, dtype) for rule in rules})
-
-
-def as_state(tree: Mapping[str, Any]) -> dict[Any, Any]:
-    """The same tree with list positions as integers, as ``flax.nnx`` keys the items of an ``nnx.List``."""
-    return {
-        int(name) if name.isdigit() else name: as_state(child) if isinstance(child, Mapping) else child
-        for name, child in tree.items()
-    }

@@ -10,7 +10,7 @@ from jaxserve.config import EngineConfig, Pool
 from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.engine.programs import Programs
 from jaxserve.models.family import family_of
-from jaxserve.models.weights import abstract, as_state
+from jaxserve.models.weights import abstract
 from jaxserve.plan import Program, make_plan
 from jaxserve.testing import TINY
 
@@ -23,7 +23,7 @@ def test_the_cache_is_updated_in_place(program, dtype):
     engine = EngineConfig(pools=(Pool(8, 8192),), prefill_buckets=(32,))
     size = jnp.dtype(dtype).itemsize
     plan = make_plan(family.shape, engine, dtype=dtype, dtype_bytes=size, memory_limit=2**34)
-    params = as_state(abstract(family.rules, jnp.dtype(dtype)))
+    params = jax.eval_shape(family.arrange, abstract(family.rules, jnp.dtype(dtype)))
     programs = Programs(plan, family, family.graphdef(jnp.dtype(dtype)), params, Autoregressive(4))
     analysis = programs._lower(program).compile().memory_analysis()
     state = jax.eval_shape(lambda: programs.empty(0))

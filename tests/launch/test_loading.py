@@ -157,15 +157,15 @@ def test_rows_of_queries_and_keys_left_permuted_would_show(real: LoadedModel):
     """As they stand in the GGUF file: the best token often survives this, the logits do not."""
 
     def permuted(kernel):
-        d, heads, size = kernel.shape
-        return kernel.reshape(d, heads, 2, size // 2).swapaxes(2, 3).reshape(d, heads, size)
+        """Every head but the values': pairs side by side instead of half against half."""
+        kv, group, size, d = kernel.shape
+        split = kernel.reshape(kv, group, 2, size // 2, d).swapaxes(2, 3).reshape(kernel.shape)
+        return split.at[:, -1].set(kernel[:, -1])
 
     spoilt = dict(real.params) | {"layers": dict(real.params["layers"])}
     for index, layer in real.params["layers"].items():
-        attention = dict(layer["attention"])
-        for name in ("q", "k"):
-            attention[name] = {"kernel": permuted(attention[name]["kernel"])}
-        spoilt["layers"][index] = dict(layer) | {"attention": attention}
+        qkv = {"kernel": permuted(layer["attention"]["qkv"]["kernel"])}
+        spoilt["layers"][index] = dict(layer) | {"attention": dict(layer["attention"]) | {"qkv": qkv}}
     assert differences(real, spoilt)["capital"] > 1.0
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.family import family_of
-from jaxserve.models.weights import abstract, as_state
+from jaxserve.models.weights import abstract
 from jaxserve.testing import TINY
 
 
@@ -17,7 +17,7 @@ def test_the_module_and_the_rules_agree():
     family = family_of(TINY)
     module = nnx.eval_shape(lambda: family.build(jnp.float32, nnx.Rngs(0)))
     leaves = nnx.to_pure_dict(nnx.split(module)[1])
-    ours = as_state(abstract(family.rules, jnp.float32))
+    ours = jax.eval_shape(family.arrange, abstract(family.rules, jnp.float32))
     assert jax.tree.structure(leaves) == jax.tree.structure(ours)
     assert jax.tree.map(lambda leaf: leaf.shape, leaves) == jax.tree.map(lambda leaf: leaf.shape, ours)
 

@@ -35,7 +35,7 @@ def test_rms_norm_casts_before_it_scales():
 def test_gated_mlp():
     mlp = GatedMLP(6, 8, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(3))
     x = array(1, 2, 6)
-    gate, up, down = (np.asarray(part.kernel[...]) for part in (mlp.gate, mlp.up, mlp.down))
+    (gate, up), down = (np.asarray(part.kernel[...]) for part in (mlp.gate_up, mlp.down))
     hidden = (x @ gate.T) / (1 + np.exp(-(x @ gate.T))) * (x @ up.T)
     np.testing.assert_allclose(mlp(jnp.asarray(x)), hidden @ down.T, atol=1e-5)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.weights import Rule, abstract, as_state, nest
+from jaxserve.models.weights import Rule, abstract, nest
 
 RULE = Rule("layers.0.q.kernel", "q.weight", (2, 3, 4), (2, 0, 1), ("model", "heads", None))
 
@@ -24,7 +24,6 @@ def test_a_wrong_size_is_named():
 
 def test_paths_become_a_tree():
     assert nest({"a.b": 1, "a.c": 2, "d": 3}) == {"a": {"b": 1, "c": 2}, "d": 3}
-    assert as_state({"layers": {"0": {"x": 1}}, "norm": 2}) == {"layers": {0: {"x": 1}}, "norm": 2}
 
 
 def test_shapes_need_no_memory():
