@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def _kilobytes(field: str) -> int:
 
 def configure_jax(config: EngineConfig) -> None:
     """Turns the persistent compilation cache on, for programs of every size; call before the first array is made."""
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of every backend that this machine lacks
     if config.compilation_cache is not None:
         folder = config.compilation_cache.expanduser() / f"jax-{jax.__version__}"
         jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 
 from jaxserve.config import Config
@@ -13,8 +12,7 @@ from jaxserve.engine.metrics import Metrics
 from jaxserve.errors import JaxserveError
 from jaxserve.launch.loading import LoadedModel, load_model
 from jaxserve.server.logs import configure_logging
-from jaxserve.server.serve import listen
-from jaxserve.server.serve import serve as serve_http
+from jaxserve.server.serve import Server, listen
 from jaxserve.server.service import ServedModel, Service
 
 logger = logging.getLogger(__name__)
@@ -24,7 +22,7 @@ class Launch:
     """One process's way from the first connection to readiness; the loading thread's side of it.
 
     Attributes:
-        service: what the server serves.
+        service, server: what is served, and by what.
         failure: why loading failed, if it did.
     """
 
@@ -39,6 +37,7 @@ class Launch:
             metrics=self._metrics,
             access_log=config.log.access,
         )
+        self.server = Server(self.service)
 
     def load(self) -> None:
         """Runs in a thread; tells the probes each step, and ends the process when the model cannot be served."""
@@ -48,7 +47,7 @@ class Launch:
         except Exception as fault:  # noqa: BLE001 - any failure to load ends the process, with its own exit code
             self.failure = fault
             self.service.readiness.fail(str(fault))
-            os.kill(os.getpid(), signal.SIGTERM)
+            self.server.abandon()
             return
         self.service.readiness.ready()
         logger.info("ready", extra={"fields": {"model": model.id, "version": model.folder.name}})
@@ -92,9 +91,13 @@ def serve(config: Config) -> None:
     loading = threading.Thread(target=launch.load, name="loading", daemon=True)
     loading.start()
     try:
-        serve_http(launch.service, listener)
+        launch.server.run([listener])
     finally:
         launch.close()
+    if launch.failure is None and loading.is_alive():
+        # A compilation cannot be interrupted, and the interpreter must not be torn down under it.
+        logging.shutdown()
+        os._exit(0)
     if launch.failure is not None:
         if isinstance(launch.failure, JaxserveError):
             raise launch.failure

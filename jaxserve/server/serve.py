@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import time
@@ -38,7 +39,7 @@ def listen(config: ServerConfig) -> socket.socket:
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(f"Cannot listen on {config.host}:{config.port}: {reason}.", param="server.port") from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
@@ -48,13 +49,8 @@ def listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def serve(service: Service, listener: socket.socket) -> None:
-    """Serves until a signal ends it; blocks, and closes ``listener``."""
-    Server(service).run([listener])
-
-
 class Server(uvicorn.Server):
-    """uvicorn's server with an orderly exit."""
+    """uvicorn's server with an orderly exit; ``run([listener])`` serves until a signal ends it."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(HTTPConfig(create_app(service), service.config))
@@ -76,6 +72,11 @@ class Server(uvicorn.Server):
         wait = self._service.config.lame_duck_s if was_ready else 0.0
         self._close_at = time.monotonic() + wait
         logger.info("draining", extra={"fields": {"signal": signal.Signals(sig).name, "serving_on_s": wait}})
+
+    def abandon(self) -> None:
+        """Ends the service at once because it can never be ready; from any thread, also before it runs."""
+        self._hurry = True
+        self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether it is time to close."""

@@ -126,7 +126,7 @@ def test_one_wrong_bit_is_refused_in_one_sentence(tiny_store, tmp_path):
     [
         (("--model.version", "20200101-000000000000"), "20200101-000000000000"),
         (("--engine.pools", "4x4096"), "256 positions"),
-        (("--engine.memory-limit-bytes", "100000"), "headroom"),
+        (("--engine.memory-limit-bytes", "100000", "--engine.pools", "4x128"), "headroom"),
     ],
 )
 def test_what_cannot_be_served_is_said_and_ends(tiny_store, flags, named):

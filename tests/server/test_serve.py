@@ -17,7 +17,7 @@ import pytest
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError
-from jaxserve.server.serve import listen
+from jaxserve.server.serve import Server, listen
 
 BODY = {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
 
@@ -144,13 +144,13 @@ def test_sigterm_exits_with_zero(tmp_path):
         """
         import sys
         from jaxserve.config import ServerConfig
-        from jaxserve.server.serve import listen, serve
+        from jaxserve.server.serve import Server, listen
         from jaxserve.server.service import Service
 
         config = ServerConfig(port=0)
         listener = listen(config)
         print(listener.getsockname()[1], flush=True)
-        serve(Service(config=config), listener)
+        Server(Service(config=config)).run([listener])
         assert "jax" not in sys.modules
         """
     )
@@ -171,3 +171,13 @@ def test_sigterm_exits_with_zero(tmp_path):
         process.kill()
         process.stdout.close()
         process.wait()
+
+
+def test_a_service_that_can_never_be_ready_ends_at_once(service):
+    listener = listen(ServerConfig(port=0))
+    server = Server(service)
+    server.abandon()  # before it runs, too: loading may fail faster than the loop starts
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
