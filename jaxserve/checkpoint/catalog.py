@@ -51,9 +51,10 @@ class Wheel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model made of the parts in some wheels, in their order."""
+    """A model made of the parts in some wheels, in their order. ``model_type`` names its family."""
 
     about: str
+    model_type: str
     licence: Licence
     target: Target
     wheels: Annotated[tuple[Wheel, ...], Meta(min_length=1)]

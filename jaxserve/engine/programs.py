@@ -89,11 +89,11 @@ class Programs:
         return empty_state(self._family.empty_cache(shape.rows, shape.positions, self._dtype), self.strategy)
 
     def compile(self, progress: Progress) -> None:
-        """Lowers, compiles and calls every program of the plan once."""
+        """Traces, lowers, compiles and calls every program of the plan once."""
         programs = self.plan.programs()
         for done, program in enumerate(programs):
             progress("compiling", done, len(programs))
-            self._executables[program] = self._lower(program).compile()
+            self._executables[program] = self._trace(program).lower().compile()
         for pool in range(len(self.plan.pools)):
             self._call_once(pool)
         progress("compiling", len(programs), len(programs))
@@ -136,16 +136,16 @@ class Programs:
             pending_count=np.ones(rows, np.int32),
         )
 
-    def _lower(self, program: Program) -> jax.stages.Lowered:
+    def _trace(self, program: Program) -> jax.stages.Traced:
         pool = self.plan.pools[program.pool]
         state = jax.eval_shape(lambda: self.empty(program.pool))
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         if program.kind == "prefill":
             tokens = jax.ShapeDtypeStruct((program.bucket,), jnp.int32)
-            return jitted.prefill.lower(self._graphdef, self._params, state, scalar, tokens, scalar, scalar)
+            return jitted.prefill.trace(self._graphdef, self._params, state, scalar, tokens, scalar, scalar)
         control = self.idle(program.pool).on_device()
         rows = RowTable(self.plan, pool).snapshot()
-        return jitted.run.lower(
+        return jitted.run.trace(
             self._graphdef,
             self._params,
             state,

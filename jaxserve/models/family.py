@@ -89,13 +89,21 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     Raises:
         CheckpointError: no such family, or a configuration that it cannot serve.
     """
-    model_type = hf.get("model_type")
+    family: Family = reader_of(hf.get("model_type"))(hf)
+    return family
+
+
+def reader_of(model_type: object) -> Callable[[Mapping[str, Any]], Family]:
+    """The function ``family`` of the file named after a ``model_type``.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     if not isinstance(model_type, str) or not MODEL_TYPE.fullmatch(model_type):
-        raise CheckpointError(f"config.json: model_type {model_type!r} is no family's name", param="model_type")
+        raise CheckpointError(f"model_type {model_type!r} is no family's name", param="model_type")
     name = f"{__package__}.{model_type}"
     module = importlib.import_module(name) if importlib.util.find_spec(name) else None
-    read = getattr(module, "family", None)
-    if read is None or model_type == "family":
-        raise CheckpointError(f"config.json: model_type {model_type!r} is not supported", param="model_type")
-    family: Family = read(hf)
-    return family
+    reader: Callable[[Mapping[str, Any]], Family] | None = getattr(module, "family", None)
+    if reader is None or model_type == "family":
+        raise CheckpointError(f"model_type {model_type!r} is not supported", param="model_type")
+    return reader

@@ -28,6 +28,7 @@ def test_the_shipped_catalogue():
 GOOD = """
 a:
   about: x
+  model_type: llama
   licence: {name: MIT}
   target: {name: a.gguf, bytes: 10, sha256: SHA}
   wheels: [{package: p, version: "1", sha256: SHA, part: p/a}]

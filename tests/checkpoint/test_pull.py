@@ -33,8 +33,11 @@ def catalog(index, to_wheel, forms):
         Wheel("tiny-two", "1.0", second, "b/part1"),
     )
     return {
-        "free": Entry("a free model", Licence("MIT"), target, wheels),
-        "bound": Entry("a bound model", Licence("Terms of X", True, "https://example.com/terms"), target, wheels),
+        "strange": Entry("of no family here", "mamba9", Licence("MIT"), target, wheels),
+        "free": Entry("a free model", "llama", Licence("MIT"), target, wheels),
+        "bound": Entry(
+            "a bound model", "llama", Licence("Terms of X", True, "https://example.com/terms"), target, wheels
+        ),
     }
 
 
@@ -133,3 +136,10 @@ def test_a_name_that_means_nothing(store, catalog):
 def test_default_names_are_names(tmp_path, source, expected):
     assert default_model_name(source) == expected
     assert Store(tmp_path).versions(expected) == []
+
+
+def test_what_could_not_be_served_is_not_fetched(store, catalog):
+    seen: list[str] = []
+    with pytest.raises(CheckpointError, match="'mamba9' is not supported"):
+        pull("strange", store, catalog, progress=lambda phase, *_: seen.append(phase))
+    assert seen == names_in(store) == []

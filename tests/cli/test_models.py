@@ -80,6 +80,7 @@ def test_list_tells_what_could_be_pulled(capsys, publish, tmp_path):
     publish("toy", b"1", 1)
     entry = {
         "about": "a toy",
+        "model_type": "llama",
         "licence": {"name": "MIT"},
         "target": {"name": "a.gguf", "bytes": 1, "sha256": "0" * 64},
         "wheels": [{"package": "a", "version": "1", "sha256": "0" * 64}],
