@@ -2,6 +2,7 @@
 
 VERSIONS := 3.13 3.12 3.11
 VENV     ?= .venv
+PEERS    ?= .venv-peers
 PYENV_ROOT ?= $(HOME)/.pyenv
 
 # The newest interpreter that really runs: a shim may answer to a version that is not there or not activated.
@@ -31,9 +32,9 @@ check: $(VENV)/.dev                  ## style, types, floors, sizes, what the do
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/pytest -q tests/house
 
-bench: $(VENV)/.dev                  ## tokens per second and times of the default model on this machine
+bench: $(VENV)/.serve $(PEERS)/.ready ## one run in turns with transformers: ratios and a verdict; ARGS='--rounds 9'
 	$(VENV)/bin/jaxserve pull
-	$(VENV)/bin/jaxserve bench $(ARGS)
+	$(VENV)/bin/python -m benchmarks.paired --peer $(PEERS)/bin/python $(ARGS)
 
 tables: $(VENV)/.dev                 ## writes the README's tables anew from the code
 	$(VENV)/bin/python -m tests.house.tables
@@ -54,4 +55,9 @@ $(VENV)/.serve: pyproject.toml $(wildcard requirements/*.txt) | $(VENV)/bin/pyth
 
 $(VENV)/.dev: $(VENV)/.serve
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(pins) -e '.[dev]'
+	touch $@
+
+$(PEERS)/.ready: benchmarks/peers.txt
+	$$($(MAKE) -s python VERSIONS='3.11 3.12 3.13') -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check -r benchmarks/peers.txt
 	touch $@

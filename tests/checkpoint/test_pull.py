@@ -116,7 +116,9 @@ def test_offline_leaves_nothing_behind(store, monkeypatch):
 
 
 def test_a_name_that_means_nothing(store, catalog):
-    with pytest.raises(CheckpointError, match=r"'nonsense' is no model of the catalogue \(bound, free\), no path"):
+    with pytest.raises(
+        CheckpointError, match=r"'nonsense' is no model of the catalogue \(bound, free, strange\), no path"
+    ):
         pull("nonsense", store, catalog)
     assert names_in(store) == []
 
