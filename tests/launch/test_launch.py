@@ -8,7 +8,6 @@ import pytest
 
 from tests.house.test_documents import blocks
 
-
 README = Path(__file__).parents[2] / "README.md"
 
 
