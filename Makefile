@@ -22,7 +22,6 @@ serve: $(VENV)/.serve                ## the default model on 127.0.0.1:8000; ARG
 	exec $(VENV)/bin/jaxserve serve $(ARGS)
 
 test: $(VENV)/.dev                   ## the whole suite; ARGS='-k scheduler' for less
-	$(VENV)/bin/jaxserve pull
 	$(VENV)/bin/pytest $(ARGS)
 
 check: $(VENV)/.dev                  ## style, types, floors, sizes, what the documents say

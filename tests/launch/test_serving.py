@@ -150,7 +150,7 @@ def test_a_taken_port_is_said(tiny_store):
 
 @pytest.fixture(scope="module")
 def real_server(smollm2):
-    with served(smollm2.parents[1], smollm2.parent.name, "--engine.pools", "4x512") as server:
+    with served(smollm2.parents[1], smollm2.parent.name, "--engine.pools", "4x1024") as server:
         server.wait_until_ready()
         yield server
 
@@ -204,7 +204,7 @@ def test_a_python_client_gets_what_it_expects(client: openai.OpenAI, smollm2):
 def mixed(seed: int) -> dict[str, Any]:
     """A request around a chunk's edge with settings of every kind."""
     dice = random.Random(seed)
-    length = dice.choice([1, 2, 31, 32, 33, 34, 127, 128, 129, 130, 160, 161, 162, 400])
+    length = dice.choice([1, 2, 31, 32, 33, 34, 127, 128, 129, 130, 160, 161, 162, 511, 512, 513, 514])
     return {
         "prompt": [dice.randrange(100, 49_000) for _ in range(length)],
         "max_tokens": dice.randint(1, 12),
