@@ -16,6 +16,8 @@ from jaxserve.engine.request import Delta, FinishReason, Limits, Request
 from jaxserve.engine.scheduler import check
 from jaxserve.errors import EngineError, InvalidRequest, JaxserveError, Overloaded, ShuttingDown
 
+IDLE_SECONDS = 0.001
+
 
 class Stream:
     """The deltas of one request, for one reader on the event loop. Those that wait for a slow reader are merged."""
@@ -168,6 +170,9 @@ class AsyncEngine:
                 return
             self._tell(said + self._engine.tick())
             self._last_tick = time.monotonic()
+            if self._engine.idle:
+                with self._wake:
+                    self._wake.wait(IDLE_SECONDS)  # for company, see Policy.batch_window
 
     def _take(self, arrivals: tuple[Request, ...]) -> list[tuple[str, Delta]]:
         refused = []

@@ -7,6 +7,7 @@ notebook's synchronous ``generate`` and the server's thread both call ``tick``.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,8 @@ from jaxserve.engine.request import Delta, FinishReason, Limits, Request, TokenL
 from jaxserve.engine.rows import RowTable
 from jaxserve.engine.scheduler import Emitted, Policy, PrefillWork, Running, RunWork, Scheduler
 from jaxserve.errors import EngineError, JaxserveError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +50,9 @@ class Engine:
         eos: tokens that end every request that does not ignore them.
         clock: seconds, monotonic.
         draw_seed: a seed for each request that brings none.
+
+    Attributes:
+        idle: the last tick neither dispatched nor delivered anything; what is here waits for time to pass.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Engine:
         self._rows = [RowTable(self.plan, pool) for pool in self.plan.pools]
         self._states = [programs.empty(pool) for pool in range(len(self.plan.pools))]
         self._in_flight: list[tuple[RunWork, Emission]] = []
+        self.idle = True
         self._watch = CompileWatch(self.metrics.recompiles.inc)
 
     @property
@@ -149,6 +156,7 @@ class Engine:
             tick = self._scheduler.schedule(self._clock())
             said = self._report(tick.ended)
             before, self._in_flight = self._in_flight, self._dispatch(tick.prefills, tick.runs)
+            self.idle = not (tick or before)
             said += [line for work, emission in before for line in self._deliver(work, emission)]
         except Exception as fault:  # noqa: BLE001 - whatever a device throws, the requests must hear of it
             said = self._recover(fault)
@@ -196,12 +204,20 @@ class Engine:
         return self._report(deltas)
 
     def _recover(self, fault: Exception) -> list[tuple[str, Delta]]:
-        """A failed step has eaten the donated cache: everyone who held a slot loses it, everyone who waits goes on."""
+        """A failed step has eaten the donated cache: everyone who held a slot loses it, everyone who waits goes on.
+
+        Raises:
+            Exception: the fault itself, if nobody held a slot: then no step was to blame, and it would come again.
+        """
+        logger.error("a step failed", exc_info=fault)
         error = EngineError(f"a step failed: {type(fault).__name__}")
         error.__cause__ = fault
         self._in_flight = []
         self._states = [self._programs.empty(pool) for pool in range(len(self.plan.pools))]
-        return self._report(self._scheduler.fail_all(error))
+        lost = self._scheduler.fail_all(error)
+        if not lost:
+            raise fault
+        return self._report(lost)
 
     # --- accounts -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,9 @@ import pytest
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import FinishReason, Request, SamplingParams
+from jaxserve.engine.scheduler import Policy
 from jaxserve.errors import EngineError, InvalidRequest, Overloaded, ShuttingDown
+from jaxserve.testing import tiny_engine
 from tests.engine.test_engine import mixed
 
 
@@ -159,3 +161,20 @@ def test_the_heart_beats_only_while_there_is_work(crossing: AsyncEngine):
 
     asyncio.run(serve())
     assert crossing.heartbeat() == 0.0
+
+
+def test_waiting_for_company_does_not_spin(monkeypatch):
+    inner, ticks = tiny_engine(policy=Policy(4, 8, 60, 600, batch_window=0.2)), []
+    tick = inner.tick
+    monkeypatch.setattr(inner, "tick", lambda: (ticks.append(1), tick())[1])
+    engine = AsyncEngine(inner, max_waiting=4)
+
+    async def serve():
+        return await read(engine.submit(Request("lonely", (1,), SamplingParams(max_tokens=2, ignore_eos=True))))
+
+    try:
+        _, last = asyncio.run(serve())
+    finally:
+        engine.close()
+    assert last.finish_reason is FinishReason.LENGTH
+    assert len(ticks) < 250  # a loop without rest makes tens of thousands

@@ -134,6 +134,18 @@ def test_a_failed_step_is_told_to_those_it_hit():
     assert same(engine.generate([mixed(4)])[0], expected)
 
 
+def test_a_fault_that_is_no_steps_is_not_hidden():
+    engine = tiny_engine()
+
+    def broken(now: float):
+        raise RuntimeError("a mistake of ours")
+
+    engine._scheduler.schedule = broken
+    engine.submit(mixed(1))
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        engine.tick()
+
+
 def test_a_number_that_is_none_ends_its_request_alone():
     engine = tiny_engine((Pool(3, 64),), hf=None)
     good = [Request(f"good-{index}", (5, 6, 7 + index), SamplingParams(max_tokens=9, seed=1)) for index in range(2)]
