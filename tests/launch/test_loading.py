@@ -118,7 +118,7 @@ PROMPTS = ("capital", "fibonacci", "chat", "long", "unicode", "single")
 @pytest.fixture(scope="module")
 def real(smollm2) -> LoadedModel:
     """The default model in float32."""
-    config = configured(smollm2.parents[1], pools=(Pool(2, 512),))
+    config = configured(smollm2.parents[1], pools=(Pool(2, 512),), prefill_buckets=(128,))
     return load_model(json_config(config, smollm2.parent.name), silent)
 
 
