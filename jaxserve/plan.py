@@ -21,6 +21,8 @@ BUCKETS = (32, 128, 512)
 # XLA:CPU converts the whole weight matrix at each product with a single bf16 row: a program has two rows at least.
 MIN_ROWS = 2
 STEPS_PER_DISPATCH = 4
+# Beside what a request may name, its row holds the tokens that end any text of the model.
+MODEL_STOP_TOKENS = 16
 FLOAT32 = 4
 INT32 = 4
 
@@ -133,6 +135,11 @@ class Plan:
         """Tokens, prompt and output, of the longest request that can be served."""
         return max(pool.length for pool in self.pools)
 
+    @property
+    def stop_width(self) -> int:
+        """Stop tokens that a row holds."""
+        return self.max_stop_token_ids + MODEL_STOP_TOKENS
+
     def programs(self) -> tuple[Program, ...]:
         """Every program that will ever run; the engine compiles exactly these."""
 
@@ -160,7 +167,7 @@ class Plan:
 
     def state_bytes(self, pool: PoolPlan) -> int:
         """Token history, sampling rows and the log of a dispatch."""
-        widths = 2 * self.max_logit_bias + self.max_stop_token_ids + 16
+        widths = 2 * self.max_logit_bias + self.stop_width + 16
         log = self.steps_per_dispatch * (4 + 2 * self.max_logprobs)
         return pool.rows * (pool.positions + widths + log) * INT32
 
@@ -241,6 +248,8 @@ def make_plan(model: ModelShape, engine: EngineConfig, *, dtype: str, dtype_byte
         PlanError: a pool or bucket that cannot be, or more bytes than there are.
     """
     buckets = BUCKETS if engine.prefill_buckets == "auto" else tuple(sorted(engine.prefill_buckets))
+    if not buckets:
+        raise PlanError("engine.prefill_buckets: at least one is needed", param="engine.prefill_buckets")
     for small, large in itertools.pairwise(buckets):
         if large % small or large == small:
             raise PlanError(

@@ -110,6 +110,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
 def test_wrong_shapes_are_named():
     with pytest.raises(PlanError, match="longer than the 1048576 positions"):
         plan(Pool(1, 2**20 + 1))
+    with pytest.raises(PlanError, match="at least one"):
+        plan(prefill_buckets=())
     with pytest.raises(PlanError, match="48 and 100"):
         plan(prefill_buckets=(48, 100))
 

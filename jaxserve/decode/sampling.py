@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxserve.pytree import pytree
 
 REMOVED = -1e30  # logit of a token that cannot be chosen; finite, so that differences stay finite
+COLDEST = 1e-6  # lower temperatures count as this one: quotients stay finite, and the best token is certain anyway
 CDF_BLOCK = 256  # tokens summed at a time when a draw is inverted
 
 
@@ -141,7 +142,8 @@ def _ban(logits: Float[Array, "b v"], ids: Int[Array, "b z"], banned: Bool[Array
 def _filter(logits: Float[Array, "b v"], rows: SamplingRows) -> Float[Array, "b v"]:
     """Temperature, then top-k, top-p (Holtzman et al. 2019) and min-p (Nguyen et al. 2024), in that order."""
     vocab = logits.shape[1]
-    logits = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, COLDEST), 1.0)
+    logits = logits / temperature[:, None]
     limited = (rows.top_k > 0) & (rows.top_k < vocab)
     logits = jax.lax.cond(jnp.any(limited), lambda x: _keep_top_k(x, rows.top_k, limited), lambda x: x, logits)
     nuclear = rows.top_p < 1
@@ -198,10 +200,15 @@ def _draw(x: Float[Array, "b v"], seed: UInt32[Array, "b 2"], position: Int[Arra
 
 
 def _first_beyond(cumulative: Float[Array, "b n"], parts: Float[Array, "b n"], goal: Float[Array, " b"]) -> Array:
-    """Index of the first cumulative sum above the goal; rounding may leave none, then the last part that has mass."""
-    index = jnp.sum(cumulative <= goal[:, None], axis=-1)
-    last = jnp.max(jnp.where(parts > 0, jnp.arange(parts.shape[1]), 0), axis=-1)
-    return jnp.minimum(index, last)
+    """Index of the first part that has mass and a cumulative sum above the goal.
+
+    Rounding may put the goal below the first or above the last sum: a part without mass is never taken, and behind the
+    last sum it is the last part that has some.
+    """
+    massive = parts > 0
+    beyond = massive & (cumulative > goal[:, None])
+    last = jnp.max(jnp.where(massive, jnp.arange(parts.shape[1]), 0), axis=-1)
+    return jnp.where(jnp.any(beyond, axis=-1), jnp.argmax(beyond, axis=-1), last)
 
 
 def _uniform(seed: UInt32[Array, " 2"], position: Int[Array, ""]) -> Float[Array, ""]:

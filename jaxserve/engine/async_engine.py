@@ -6,6 +6,8 @@ Knows threads and asyncio. Knows nothing of what a tick does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -17,12 +19,13 @@ from jaxserve.engine.scheduler import check
 from jaxserve.errors import EngineError, InvalidRequest, JaxserveError, Overloaded, ShuttingDown
 
 IDLE_SECONDS = 0.001
+JOIN_SECONDS = 10.0
 
 
 class Stream:
     """The deltas of one request, for one reader on the event loop. Those that wait for a slow reader are merged."""
 
-    def __init__(self, request: Request, cancel: Callable[[str], None]) -> None:
+    def __init__(self, request: Request, cancel: Callable[[str, FinishReason], None]) -> None:
         self.request = request
         self._cancel = cancel
         self._deltas: deque[Delta] = deque()
@@ -48,12 +51,15 @@ class Stream:
             error=last.error,
         )
 
-    def cancel(self) -> None:
-        """Frees the slot. Does nothing when the request has ended; may be called more than once."""
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Frees the slot. Does nothing when the request has ended; may be called more than once.
+
+        ``reason`` is what it counts as: ``STOP`` if its reader has found a stop string.
+        """
         if not self._done:
             self._done = True
             self._deltas.clear()
-            self._cancel(self.request.id)
+            self._cancel(self.request.id, reason)
             self._arrived.set()
 
     def put(self, delta: Delta) -> None:
@@ -68,13 +74,12 @@ class Stream:
 class AsyncEngine:
     """An engine in a thread of its own, used from one event loop."""
 
-    def __init__(self, engine: Engine, *, max_waiting: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._room = max_waiting + sum(pool.slots for pool in engine.plan.pools)
         self._streams: dict[str, Stream] = {}
         self._wake = threading.Condition()
         self._arrivals: deque[Request] = deque()
-        self._cancels: deque[str] = deque()
+        self._cancels: deque[tuple[str, FinishReason]] = deque()
         self._closing: JaxserveError | None = None
         self._stopped = False
         self._last_tick = time.monotonic()
@@ -101,7 +106,7 @@ class AsyncEngine:
         if request.id in self._streams:
             raise InvalidRequest(f"request id {request.id} is in use", param="id")
         check(request, self.limits)
-        if len(self._streams) >= self._room:
+        if len(self._streams) >= self._engine.capacity:
             self._engine.metrics.refused.inc()
             raise Overloaded(f"the queue is full: {len(self._streams)} requests are here", retry_after=1.0)
         self._loop = asyncio.get_running_loop()
@@ -113,7 +118,9 @@ class AsyncEngine:
         return stream
 
     def heartbeat(self) -> float:
-        """Seconds since the last tick while there is work, else 0."""
+        """Seconds since the last tick while there is work, else 0; without end when the thread has died."""
+        if not self.alive and not self._stopped:
+            return math.inf
         return time.monotonic() - self._last_tick if self._busy else 0.0
 
     @property
@@ -121,8 +128,12 @@ class AsyncEngine:
         """Whether the engine's thread runs."""
         return self._thread.is_alive()
 
-    def close(self, drain: float = 0.0) -> None:
-        """Takes no more requests, gives the running ones ``drain`` seconds, ends the rest with an error."""
+    def close(self, drain: float = 0.0) -> bool:
+        """Takes no more requests, gives the running ones ``drain`` seconds, ends the rest with an error.
+
+        Returns:
+            Whether the thread has ended; false if the device holds it.
+        """
         deadline = time.monotonic() + drain
         self._closing = self._closing or ShuttingDown("the server is shutting down")
         while self._streams and time.monotonic() < deadline and self.alive:
@@ -130,14 +141,15 @@ class AsyncEngine:
         with self._wake:
             self._stopped = True
             self._wake.notify()
-        self._thread.join()
+        self._thread.join(JOIN_SECONDS)
+        return not self.alive
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
-    def _cancel(self, request_id: str) -> None:
+    def _cancel(self, request_id: str, reason: FinishReason) -> None:
         self._streams.pop(request_id, None)
         with self._wake:
-            self._cancels.append(request_id)
+            self._cancels.append((request_id, reason))
             self._wake.notify()
 
     def _work(self) -> None:
@@ -157,14 +169,15 @@ class AsyncEngine:
                     self._busy = False
                     self._wake.wait()
                 if not self._busy:
-                    self._busy, self._last_tick = True, time.monotonic()
+                    self._last_tick = time.monotonic()
+                    self._busy = True
                 arrivals, cancels = tuple(self._arrivals), tuple(self._cancels)
                 self._arrivals.clear()
                 self._cancels.clear()
                 stopped = self._stopped
             said = self._take(arrivals)
-            for request_id in cancels:
-                self._engine.cancel(request_id)
+            for request_id, reason in cancels:  # after the arrivals: one may have come and gone in between
+                self._engine.cancel(request_id, reason)
             if stopped:
                 self._tell(said + self._engine.abandon(ShuttingDown("the server is shutting down")))
                 return
@@ -180,12 +193,15 @@ class AsyncEngine:
             try:
                 self._engine.submit(request)
             except JaxserveError as error:
+                if isinstance(error, Overloaded):
+                    self._engine.metrics.refused.inc()
                 refused.append((request.id, Delta(finish_reason=FinishReason.ERROR, error=error)))
         return refused
 
     def _tell(self, said: list[tuple[str, Delta]]) -> None:
         if said and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._publish, said)
+            with contextlib.suppress(RuntimeError):  # closed just now: nobody listens any more
+                self._loop.call_soon_threadsafe(self._publish, said)
 
     def _publish(self, said: list[tuple[str, Delta]]) -> None:
         for request_id, delta in said:

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -37,6 +38,26 @@ class Completion:
     error: JaxserveError | None = None
 
 
+@dataclasses.dataclass(slots=True)
+class _Answer:
+    """A completion in the making."""
+
+    request: Request
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: JaxserveError | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+
+    def whole(self) -> Completion:
+        reason = self.finish_reason or FinishReason.ERROR
+        return Completion(self.request, tuple(self.tokens), tuple(self.logprobs), reason, self.error)
+
+
 def _ignore(phase: str, done: int, total: int) -> None:
     """Progress that nobody watches."""
 
@@ -52,6 +73,7 @@ class Engine:
         draw_seed: a seed for each request that brings none.
 
     Attributes:
+        metrics: where everything is counted; may be exchanged between ticks.
         idle: the last tick neither dispatched nor delivered anything; what is here waits for time to pass.
     """
 
@@ -75,12 +97,17 @@ class Engine:
         self._states = [programs.empty(pool) for pool in range(len(self.plan.pools))]
         self._in_flight: list[tuple[RunWork, Emission]] = []
         self.idle = True
-        self._watch = CompileWatch(self.metrics.recompiles.inc)
+        self._watch = CompileWatch(self._count_recompile)
 
     @property
     def limits(self) -> Limits:
         """What a request may ask for."""
         return self._scheduler.limits
+
+    @property
+    def capacity(self) -> int:
+        """Requests that may be here at once, running and waiting."""
+        return self._scheduler.capacity
 
     @property
     def has_work(self) -> bool:
@@ -95,6 +122,8 @@ class Engine:
     def warm_up(self, progress: Progress = _ignore) -> None:
         """Compiles every program of the plan, calls each once, and watches from then on that nothing compiles."""
         self._programs.compile(progress)
+        for pool, state in enumerate(self._states):
+            self._states[pool] = self._programs.call_once(pool, state)
         self._watch.arm()
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -110,11 +139,14 @@ class Engine:
         self._scheduler.submit(request, seed=seed, now=self._clock())
         self._observe()
 
-    def cancel(self, request_id: str) -> None:
-        """Ends a request; its slot is free for the next tick. Nothing more is said about it."""
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Ends a request; its slot is free for the next tick. Nothing more is said about it.
+
+        ``reason`` is what it counts as: ``STOP`` if its reader found a stop string.
+        """
         running = self._scheduler.cancel(request_id)
         if running is not None:
-            self._account(running, FinishReason.CANCELLED)
+            self._account(running, reason)
 
     def abandon(self, error: JaxserveError) -> list[tuple[str, Delta]]:
         """Ends every request with an error."""
@@ -122,28 +154,28 @@ class Engine:
         return self._report(self._scheduler.drop_all(error))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Runs requests to their end, together, in this thread; the answers come in the order of the requests."""
-        tokens: dict[str, list[int]] = {request.id: [] for request in requests}
-        logprobs: dict[str, list[TokenLogprob]] = {request.id: [] for request in requests}
-        last: dict[str, Delta] = {}
-        for request in requests:
-            self.submit(request)
-        while self.has_work:
-            for request_id, delta in self.tick():
-                tokens[request_id] += delta.tokens
-                logprobs[request_id] += delta.logprobs
-                if delta.finish_reason is not None:
-                    last[request_id] = delta
-        return [
-            Completion(
-                request,
-                tuple(tokens[request.id]),
-                tuple(logprobs[request.id]),
-                last[request.id].finish_reason or FinishReason.ERROR,
-                last[request.id].error,
-            )
-            for request in requests
-        ]
+        """Runs requests to their end, together, in this thread; the answers come in the order of the requests.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded: one of them is wrong; then none of them is left behind.
+        """
+        answers = {request.id: _Answer(request) for request in requests}
+        ahead = deque(requests)
+        try:
+            while ahead or any(answer.finish_reason is None for answer in answers.values()):
+                while ahead and self._scheduler.arrivals < self._scheduler.capacity:
+                    self.submit(ahead[0])
+                    ahead.popleft()
+                for request_id, delta in self.tick():
+                    if request_id in answers:
+                        answers[request_id].add(delta)
+        finally:
+            for request_id, answer in answers.items():
+                if answer.finish_reason is None:
+                    self.cancel(request_id)
+            if not self._scheduler.has_work:
+                self._in_flight = []  # what was dispatched ahead gives nothing to anybody
+        return [answer.whole() for answer in answers.values()]
 
     # --- the tick -----------------------------------------------------------------------------------------------------
 
@@ -152,14 +184,19 @@ class Engine:
 
         The next dispatch starts before the last one's tokens are read: the device never waits for the host.
         """
+        tick = self._scheduler.schedule(self._clock())
+        said = self._report(tick.ended)
+        before = self._in_flight
+        self.idle = not (tick or before)
         try:
-            tick = self._scheduler.schedule(self._clock())
-            said = self._report(tick.ended)
-            before, self._in_flight = self._in_flight, self._dispatch(tick.prefills, tick.runs)
-            self.idle = not (tick or before)
-            said += [line for work, emission in before for line in self._deliver(work, emission)]
+            self._in_flight = self._dispatch(tick.prefills, tick.runs)
+            for work, emission in before:
+                said += self._deliver(work, emission)
+            if tick.prefills and not (tick.runs or before):
+                # Nothing else waits for the device here, and a long prompt must not run ahead of who comes next.
+                jax.block_until_ready([self._states[work.running.pool].length for work in tick.prefills])
         except Exception as fault:  # noqa: BLE001 - whatever a device throws, the requests must hear of it
-            said = self._recover(fault)
+            said += self._recover(fault)
         self._observe()
         return said
 
@@ -204,20 +241,15 @@ class Engine:
         return self._report(deltas)
 
     def _recover(self, fault: Exception) -> list[tuple[str, Delta]]:
-        """A failed step has eaten the donated cache: everyone who held a slot loses it, everyone who waits goes on.
-
-        Raises:
-            Exception: the fault itself, if nobody held a slot: then no step was to blame, and it would come again.
-        """
+        """A failed step has eaten the donated cache: everyone who held a slot loses it, everyone who waits goes on."""
         logger.error("a step failed", exc_info=fault)
         error = EngineError(f"a step failed: {type(fault).__name__}")
         error.__cause__ = fault
         self._in_flight = []
-        self._states = [self._programs.empty(pool) for pool in range(len(self.plan.pools))]
-        lost = self._scheduler.fail_all(error)
-        if not lost:
-            raise fault
-        return self._report(lost)
+        pools = range(len(self._states))
+        self._states.clear()  # before the new ones take their room
+        self._states += [self._programs.empty(pool) for pool in pools]
+        return self._report(self._scheduler.fail_all(error))
 
     # --- accounts -----------------------------------------------------------------------------------------------------
 
@@ -247,6 +279,9 @@ class Engine:
         elif since is not None:
             for _ in range(count):
                 self.metrics.inter_token.observe((now - since) / count)
+
+    def _count_recompile(self) -> None:
+        self.metrics.recompiles.inc()
 
     def _observe(self) -> None:
         self.metrics.running.set(self._scheduler.running)

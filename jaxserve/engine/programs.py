@@ -20,7 +20,7 @@ from jaxserve.decode.sampling import SamplingRows
 from jaxserve.decode.step import Control, DecodeState, Emission, Strategy, empty_state
 from jaxserve.engine.rows import RowTable
 from jaxserve.models.family import Family
-from jaxserve.plan import Plan, PoolPlan, Program
+from jaxserve.plan import Plan, Program
 
 Progress = Callable[[str, int, int], None]
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -89,14 +89,20 @@ class Programs:
         return empty_state(self._family.empty_cache(shape.rows, shape.positions, self._dtype), self.strategy)
 
     def compile(self, progress: Progress) -> None:
-        """Traces, lowers, compiles and calls every program of the plan once."""
+        """Traces, lowers and compiles every program of the plan, one after the other."""
         programs = self.plan.programs()
         for done, program in enumerate(programs):
             progress("compiling", done, len(programs))
             self._executables[program] = self._trace(program).lower().compile()
-        for pool in range(len(self.plan.pools)):
-            self._call_once(pool)
         progress("compiling", len(programs), len(programs))
+
+    def call_once(self, pool: int, state: DecodeState) -> DecodeState:
+        """Calls each of a pool's programs, with no request in it; the first call allocates and links."""
+        shape = self.plan.pools[pool]
+        for bucket in shape.buckets:
+            state = self.prefill(pool, bucket, state, 0, np.zeros(bucket, np.int32), 0, 1)
+        rows = RowTable(self.plan, shape).snapshot()
+        return jax.block_until_ready(self.run(pool, state, self.idle(pool), rows, 1))[0]
 
     def workspace_bytes(self) -> dict[Program, int]:
         """What each executable needs beside its arguments and results, by the compiler's own account."""
@@ -155,12 +161,3 @@ class Programs:
             strategy=self.strategy,
             max_steps=self.plan.steps_per_dispatch,
         )
-
-    def _call_once(self, pool: int) -> None:
-        """The first call allocates and links; it must not be a request's."""
-        shape: PoolPlan = self.plan.pools[pool]
-        state = self.empty(pool)
-        for bucket in shape.buckets:
-            state = self.prefill(pool, bucket, state, 0, np.zeros(bucket, np.int32), 0, 1)
-        rows = RowTable(self.plan, shape).snapshot()
-        jax.block_until_ready(self.run(pool, state, self.idle(pool), rows, 1))

@@ -31,7 +31,7 @@ class RowTable:
             "frequency_penalty": np.zeros(rows, np.float32),
             "bias_ids": np.full((rows, plan.max_logit_bias), -1, np.int32),
             "bias": np.zeros((rows, plan.max_logit_bias), np.float32),
-            "stop_ids": np.full((rows, plan.max_stop_token_ids), -1, np.int32),
+            "stop_ids": np.full((rows, plan.stop_width), -1, np.int32),
             "seed": np.zeros((rows, 2), np.uint32),
             "prompt_length": np.zeros(rows, np.int32),
             "min_length": np.zeros(rows, np.int32),

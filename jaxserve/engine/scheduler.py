@@ -10,7 +10,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxserve.engine.request import Delta, FinishReason, Limits, Request, TokenLogprob
+from jaxserve.engine.request import MAX_SEED, Delta, FinishReason, Limits, Request, TokenLogprob
 from jaxserve.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -18,9 +18,10 @@ from jaxserve.errors import (
     JaxserveError,
     NumericalError,
     Overloaded,
+    PlanError,
     QueueTimeout,
 )
-from jaxserve.plan import Chunk, Plan
+from jaxserve.plan import MODEL_STOP_TOKENS, Chunk, Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +118,8 @@ class Scheduler:
         self._plan = plan
         self._policy = policy
         self._eos = frozenset(eos)
+        if len(self._eos) > MODEL_STOP_TOKENS:
+            raise PlanError(f"the model has {len(self._eos)} end tokens, more than {MODEL_STOP_TOKENS}")
         self._pools = [_Pool(pool.slots) for pool in plan.pools]
         self._by_id: dict[str, Running] = {}
         self.limits = Limits(
@@ -125,7 +128,7 @@ class Scheduler:
             max_input_tokens=plan.max_input_tokens,
             max_output_tokens=plan.max_output_tokens,
             max_logit_bias=plan.max_logit_bias,
-            max_stop_token_ids=plan.max_stop_token_ids - len(self._eos),
+            max_stop_token_ids=plan.max_stop_token_ids,
             max_logprobs=plan.max_logprobs,
         )
 
@@ -157,6 +160,17 @@ class Scheduler:
         own = set(request.sampling.stop_token_ids)
         return tuple(sorted(own if request.sampling.ignore_eos else own | self._eos))
 
+    @property
+    def arrivals(self) -> int:
+        """Requests that are here, with a slot or without."""
+        return len(self._by_id)
+
+    @property
+    def capacity(self) -> int:
+        """Requests that may be here at once."""
+        slots = sum(pool.slots for pool in self._plan.pools)
+        return min(slots, self._policy.max_concurrency) + self._policy.max_waiting
+
     # --- events -------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, *, seed: int, now: float) -> None:
@@ -178,11 +192,12 @@ class Scheduler:
                 f"the longest request served here has {self.limits.max_length} tokens",
                 param="max_tokens",
             )
-        if self.waiting >= self._policy.max_waiting and not self._has_room(pool):
-            raise Overloaded(f"{self.waiting} requests are waiting already", retry_after=1.0)
         running = Running(request, pool, arrived=now, seed=seed)
-        self._by_id[request.id] = running
         self._pools[pool].waiting.append(running)
+        if self._left_waiting() > self._policy.max_waiting:
+            self._pools[pool].waiting.pop()
+            raise Overloaded(f"{self._policy.max_waiting} requests are waiting already", retry_after=1.0)
+        self._by_id[request.id] = running
 
     def cancel(self, request_id: str) -> Running | None:
         """Forgets a request; its slot is free at once. Unknown ids are ignored: it may just have ended."""
@@ -235,10 +250,10 @@ class Scheduler:
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
-    def _has_room(self, pool: int) -> bool:
-        return bool(
-            self._pools[pool].free and not self._pools[pool].waiting and self.running < self._policy.max_concurrency
-        )
+    def _left_waiting(self) -> int:
+        """Requests that would still wait after the next admission."""
+        seated = sum(min(len(pool.waiting), len(pool.free)) for pool in self._pools)
+        return self.waiting - min(seated, self._policy.max_concurrency - self.running)
 
     def _expired(self, now: float) -> Iterator[tuple[Running, JaxserveError]]:
         for running in list(self._by_id.values()):
@@ -253,17 +268,20 @@ class Scheduler:
     def _admit(self, now: float) -> Iterator[tuple[Running, Delta]]:
         if self._gathers(now):
             return
-        for plan, pool in zip(self._plan.pools, self._pools, strict=True):
-            while pool.waiting and pool.free and self.running < self._policy.max_concurrency:
-                running = pool.waiting.popleft()
-                if running.request.sampling.max_tokens == 0:
-                    del self._by_id[running.request.id]
-                    yield running, Delta(finish_reason=FinishReason.LENGTH)
-                    continue
-                running.slot = pool.free.pop(0)
-                running.started = now
-                running.chunks = deque(plan.chunks(len(running.request.prompt) - 1))
-                pool.running[running.slot] = running
+        while self.running < self._policy.max_concurrency:
+            open_pools = [pool for pool in self._pools if pool.waiting and pool.free]
+            if not open_pools:
+                return
+            pool = min(open_pools, key=lambda pool: pool.waiting[0].arrived)
+            running = pool.waiting.popleft()
+            if running.request.sampling.max_tokens == 0:
+                del self._by_id[running.request.id]
+                yield running, Delta(finish_reason=FinishReason.LENGTH)
+                continue
+            running.slot = pool.free.pop(0)
+            running.started = now
+            running.chunks = deque(self._plan.pools[running.pool].chunks(len(running.request.prompt) - 1))
+            pool.running[running.slot] = running
 
     def _gathers(self, now: float) -> bool:
         """Whether an idle engine still waits for company."""
@@ -275,7 +293,7 @@ class Scheduler:
         return len(waiting) < room and now - oldest < self._policy.batch_window
 
     def _prefills(self) -> Iterator[PrefillWork]:
-        """Chunks in order of arrival: one a tick while others decode, so that they are not held up for long."""
+        """Chunks in order of arrival, as many a tick as one of the largest: who decodes is not held up for longer."""
         budget = max(pool.buckets[-1] for pool in self._plan.pools)
         filling = [running for pool in self._pools for running in pool.running.values() if not running.decoding]
         for running in sorted(filling, key=lambda running: running.arrived):
@@ -353,6 +371,7 @@ def check(request: Request, limits: Limits) -> None:
         ("repetition_penalty", sampling.repetition_penalty, 1e-3, 1e3),
         ("presence_penalty", sampling.presence_penalty, -100, 100),
         ("frequency_penalty", sampling.frequency_penalty, -100, 100),
+        ("seed", sampling.seed or 0, 0, MAX_SEED),
         ("logprobs", sampling.logprobs or 0, 0, limits.max_logprobs),
         ("stop_token_ids", len(sampling.stop_token_ids), 0, limits.max_stop_token_ids),
         ("logit_bias", len(sampling.logit_bias), 0, limits.max_logit_bias),

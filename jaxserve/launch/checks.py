@@ -36,11 +36,13 @@ def _requests(model: LoadedModel) -> list[Request]:
         SamplingParams(temperature=0.7, top_k=40, repetition_penalty=1.2),
         SamplingParams(temperature=1.3, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.2),
     )
-    requests = []
+    requests, limits = [], model.engine.limits
     for index in range(16):
         prompt = model.tokenizer.encode(PROMPTS[index % len(PROMPTS)] * (1 + index // 4))
-        room = model.engine.limits.max_length - 16
-        sampling = dataclasses.replace(settings[index % 4], max_tokens=4 + index % 13, seed=index, logprobs=2)
+        most = min(4 + index % 13, limits.max_output_tokens)
+        room = min(limits.max_length - most, limits.max_input_tokens)
+        logprobs = min(2, limits.max_logprobs)
+        sampling = dataclasses.replace(settings[index % 4], max_tokens=most, seed=index, logprobs=logprobs)
         requests.append(Request(f"check-{index}", tuple(prompt[:room]), sampling))
     return requests
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
+import os
 from pathlib import Path
 
 import jax
@@ -16,18 +16,13 @@ def memory_bytes() -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"])
-    limits = [_kilobytes("MemTotal") * 1024]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limits.append(int(Path(path).read_text(encoding="ascii")))
         except (OSError, ValueError):  # no such cgroup version, or "max"
             continue
     return min(limits)
-
-
-def _kilobytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
-    return int(found.group(1)) if found else 2**40
 
 
 def configure_jax(config: EngineConfig) -> None:

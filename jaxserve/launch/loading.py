@@ -22,7 +22,6 @@ from jaxserve.checkpoint.store import Store
 from jaxserve.config import Config
 from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.metrics import Metrics
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.scheduler import Policy
@@ -75,7 +74,7 @@ def plan(config: Config) -> Plan:
     return _plan(config, family_of(read_json(folder / "config.json")))
 
 
-def load_model(config: Config, progress: Progress, metrics: Metrics | None = None) -> LoadedModel:
+def load_model(config: Config, progress: Progress) -> LoadedModel:
     """Brings the configured model to readiness.
 
     Args:
@@ -96,7 +95,7 @@ def load_model(config: Config, progress: Progress, metrics: Metrics | None = Non
     eos = _end_tokens(tokenizer, generation, read_json(folder / "config.json"))
     graphdef = family.graphdef(jnp.dtype(planned.dtype))
     programs = Programs(planned, family, graphdef, params, Autoregressive(planned.max_logprobs))
-    engine = Engine(programs, _policy(config, planned), eos=eos, metrics=metrics)
+    engine = Engine(programs, _policy(config, planned), eos=eos)
     engine.warm_up(progress)
     self_test(engine, folder, progress)
     return LoadedModel(

@@ -17,6 +17,8 @@ from jaxserve.server.service import ServedModel, Service
 
 logger = logging.getLogger(__name__)
 
+EX_SOFTWARE = 70  # sysexits.h: the device hangs
+
 
 class Launch:
     """One process's way from the first connection to readiness; the loading thread's side of it.
@@ -42,7 +44,8 @@ class Launch:
     def load(self) -> None:
         """Runs in a thread; tells the probes each step, and ends the process when the model cannot be served."""
         try:
-            model = load_model(self._config, self._advance, self._metrics)
+            model = load_model(self._config, self._advance)
+            model.engine.metrics = self._metrics  # from here on: the self-test is nobody's request
             self.service.model = self._serve_model(model)
         except Exception as fault:  # noqa: BLE001 - any failure to load ends the process, with its own exit code
             self.failure = fault
@@ -52,10 +55,9 @@ class Launch:
         self.service.readiness.ready()
         logger.info("ready", extra={"fields": {"model": model.id, "version": model.folder.name}})
 
-    def close(self) -> None:
-        """Stops the engine's thread."""
-        if self._engine is not None:
-            self._engine.close()
+    def close(self) -> bool:
+        """Stops the engine's thread; false if it does not end."""
+        return self._engine is None or self._engine.close()
 
     def _advance(self, phase: str, done: int, total: int) -> None:
         before = self.service.readiness.status.phase
@@ -64,7 +66,7 @@ class Launch:
             logger.info("starting", extra={"fields": {"phase": phase}})
 
     def _serve_model(self, model: LoadedModel) -> ServedModel:
-        self._engine = AsyncEngine(model.engine, max_waiting=self._config.engine.max_waiting)
+        self._engine = AsyncEngine(model.engine)
         return ServedModel(
             id=model.id,
             engine=self._engine,
@@ -93,11 +95,11 @@ def serve(config: Config) -> None:
     try:
         launch.server.run([listener])
     finally:
-        launch.close()
-    if launch.failure is None and loading.is_alive():
-        # A compilation cannot be interrupted, and the interpreter must not be torn down under it.
+        ended = launch.close()
+    if launch.failure is None and (loading.is_alive() or not ended):
+        # A compilation or a step cannot be interrupted, and the interpreter must not be torn down under it.
         logging.shutdown()
-        os._exit(0)
+        os._exit(0 if ended else EX_SOFTWARE)
     if launch.failure is not None:
         if isinstance(launch.failure, JaxserveError):
             raise launch.failure

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.decode import jitted
-from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.engine.request import FinishReason, Request, SamplingParams
 from jaxserve.errors import InvalidRequest
 from jaxserve.launch.loading import LoadedModel
 from jaxserve.text.detokenize import Detokenizer
@@ -30,14 +30,15 @@ def generate(model: LoadedModel, prompt: str, sampling: SamplingParams, *, chat:
     else:
         ids = model.chat_template.encode(model.tokenizer, [{"role": "user", "content": prompt}])
     request = Request("generate", tuple(ids), sampling)
-    detokenizer = Detokenizer(model.tokenizer)
+    detokenizer = Detokenizer(model.tokenizer, continues=not chat)
     model.engine.submit(request)
     try:
         while model.engine.has_work:
             for _, delta in model.engine.tick():
                 if delta.error is not None:
                     raise delta.error
-                yield detokenizer.push(delta.tokens)
+                ended = delta.finish_reason is FinishReason.STOP  # its last token is then no text
+                yield detokenizer.push(delta.tokens[:-1] if ended else delta.tokens)
     finally:
         model.engine.cancel(request.id)
     yield detokenizer.finish()

@@ -75,8 +75,3 @@ def write(
 
     rows = jnp.max(jnp.where(keep, jnp.arange(1, len(keep) + 1), 0))
     return jax.lax.fori_loop(0, rows, put_row, cache)
-
-
-def scrub(cache: KVCache, rows: Bool[Array, " b"]) -> KVCache:
-    """Zeroes whole rows, as is due where a row holds a number that is not finite."""
-    return jax.tree.map(lambda entries: jnp.where(rows[:, None, None, None], jnp.zeros_like(entries), entries), cache)

@@ -245,14 +245,15 @@ def _mlp_rules(config: DecoderConfig, layer: int) -> list[Rule]:
     return rules
 
 
-def arrange(config: DecoderConfig, tree: Mapping[str, Any]) -> dict[Any, Any]:
+def arrange(config: DecoderConfig, tree: dict[str, Any]) -> dict[Any, Any]:
     """A checkpoint's tree (one leaf a rule) as the module's parameters: products of the same input joined.
 
-    Layer by layer, so that at most one layer is there twice.
+    Layer by layer, and ``tree`` is emptied on the way, so that at most one layer is there twice.
     """
-    layers = {}
-    for name, layer in tree["layers"].items():
-        attention, mlp = dict(layer["attention"]), dict(layer["mlp"])
+    layers, source = {}, tree["layers"]
+    for name in list(source):
+        layer = source.pop(name)
+        attention, mlp = layer["attention"], layer["mlp"]
         parts = [attention.pop(part) for part in ("q", "k", "v")]
         attention["qkv"] = {leaf: _join_heads(config, *(part[leaf] for part in parts)) for leaf in parts[0]}
         gate, up = mlp.pop("gate"), mlp.pop("up")

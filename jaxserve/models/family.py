@@ -35,7 +35,7 @@ class Family:
         rules: every weight and where it comes from.
         ignored: prefixes of source tensors that carry no weight of this model.
         build: makes the module, e.g. ``build(jnp.bfloat16, nnx.Rngs(0))``.
-        arrange: makes the module's parameters of a checkpoint's tree, which has a leaf for each rule.
+        arrange: makes the module's parameters of a checkpoint's tree (a leaf for each rule), and empties the tree.
         empty_cache: makes a cache of (slots, positions, dtype).
     """
 
@@ -43,7 +43,7 @@ class Family:
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...]
     build: Callable[[DTypeLike, nnx.Rngs], Decoder]
-    arrange: Callable[[Mapping[str, Any]], dict[Any, Any]]
+    arrange: Callable[[dict[str, Any]], dict[Any, Any]]
     empty_cache: Callable[[int, int, DTypeLike], KVCache]
 
     @property
@@ -104,6 +104,6 @@ def reader_of(model_type: object) -> Callable[[Mapping[str, Any]], Family]:
     name = f"{__package__}.{model_type}"
     module = importlib.import_module(name) if importlib.util.find_spec(name) else None
     reader: Callable[[Mapping[str, Any]], Family] | None = getattr(module, "family", None)
-    if reader is None or model_type == "family":
+    if reader is None:
         raise CheckpointError(f"model_type {model_type!r} is not supported", param="model_type")
     return reader

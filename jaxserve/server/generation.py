@@ -92,7 +92,7 @@ class Choice:
                 if self.finish_reason is not None:
                     return
         finally:
-            self.stream.cancel()
+            self.stream.cancel(FinishReason.STOP if self._detokenizer.stopped else FinishReason.CANCELLED)
         raise EngineError("The engine ended this request without a reason.")
 
     def take(self, delta: Delta) -> Piece:

@@ -15,7 +15,7 @@ import anyio
 from prometheus_client import CollectorRegistry
 
 from jaxserve.config import ServerConfig
-from jaxserve.engine.request import Delta, Limits, Request, SamplingParams
+from jaxserve.engine.request import Delta, FinishReason, Limits, Request, SamplingParams
 from jaxserve.errors import NotReady
 from jaxserve.server.probes import Phase, Readiness
 from jaxserve.text.chat import ChatTemplate
@@ -27,8 +27,11 @@ class Stream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
-    def cancel(self) -> None:
-        """Frees what the request holds; may be called at any time and more than once."""
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Frees what the request holds; may be called at any time and more than once.
+
+        ``reason`` is what it counts as: ``STOP`` if its reader has found a stop string.
+        """
 
 
 class Engine(Protocol):

@@ -90,6 +90,22 @@ def test_no_draw_leaves_the_filter():
     assert set(draw_many(logits, 500, top_p=1e-6)) == {logits.argmax()}
 
 
+def test_rounding_never_draws_what_has_no_mass():
+    """A goal below the first sum, or behind the last one, as rounding makes them."""
+    parts = jnp.asarray([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]] * 4)
+    sums = jnp.cumsum(parts, axis=-1)
+    goals = jnp.asarray([-1e-7, 0.25, 0.99, 1.0 + 1e-6])
+    assert sampling._first_beyond(sums, parts, goals).tolist() == [1, 3, 4, 4]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-6, 0.01])
+def test_the_coldest_draw_is_the_best_token(temperature):
+    logits = np.random.default_rng(5).normal(size=700) * 30
+    rows = sampling_rows(2, temperature=temperature, top_p=[1.0, 0.9])
+    wide = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (2, 700))
+    assert choose(wide, rows, jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)).tolist() == [logits.argmax()] * 2
+
+
 def test_a_draw_depends_on_seed_and_position_alone():
     random = np.random.default_rng(2)
     logits = jnp.asarray(random.normal(size=(3, 300)), jnp.float32)

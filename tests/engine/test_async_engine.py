@@ -17,7 +17,7 @@ from tests.engine.test_engine import mixed
 
 @pytest.fixture
 def crossing(tiny: Engine):
-    engine = AsyncEngine(tiny, max_waiting=4)
+    engine = AsyncEngine(tiny)
     yield engine
     engine.close()
     assert not engine.alive
@@ -38,7 +38,7 @@ def endless(name: str) -> Request:
 def test_streams_give_what_generate_gives(tiny: Engine):
     requests = [mixed(seed) for seed in range(6)]
     expected = {one.request.id: (one.tokens, one.finish_reason) for one in tiny.generate(requests)}
-    engine = AsyncEngine(tiny, max_waiting=8)
+    engine = AsyncEngine(tiny)
 
     async def serve():
         return await asyncio.gather(*(read(engine.submit(request)) for request in requests))
@@ -81,19 +81,40 @@ def test_a_cancel_frees_the_slot_and_ends_the_stream(crossing: AsyncEngine, tiny
     assert tiny.metrics.running._value.get() == tiny.metrics.waiting._value.get() == 0
 
 
-def test_too_many_are_refused_at_once(crossing: AsyncEngine, tiny: Engine):
+def test_too_many_are_refused_at_once():
+    inner = tiny_engine(policy=Policy(3, 4, 60, 600, 0))
+    engine = AsyncEngine(inner)
+
     async def serve():
-        streams = [crossing.submit(endless(f"o{index}")) for index in range(8)]
-        before = tiny.metrics.refused._value.get()
+        streams = [engine.submit(endless(f"o{index}")) for index in range(7)]
         with pytest.raises(Overloaded):
-            crossing.submit(endless("late"))
-        assert tiny.metrics.refused._value.get() == before + 1
+            engine.submit(endless("late"))
+        assert inner.metrics.refused._value.get() == 1
         with pytest.raises(InvalidRequest, match="in use"):
-            crossing.submit(endless("o1"))
+            engine.submit(endless("o1"))
+        await asyncio.gather(*(anext(stream) for stream in streams[:3]))
         for stream in streams:
             stream.cancel()
 
+    try:
+        asyncio.run(serve())
+    finally:
+        engine.close()
+    assert inner.metrics.finished.labels("cancelled")._value.get() == 7
+    assert inner.metrics.finished.labels("error")._value.get() == 0
+
+
+def test_who_found_a_stop_string_did_not_cancel(tiny: Engine, crossing: AsyncEngine):
+    before = tiny.metrics.finished.labels("stop")._value.get()
+
+    async def serve():
+        stream = crossing.submit(endless("found"))
+        await anext(stream)
+        stream.cancel(FinishReason.STOP)
+        await read(crossing.submit(Request("next", (5,), SamplingParams(max_tokens=1, ignore_eos=True))))
+
     asyncio.run(serve())
+    assert tiny.metrics.finished.labels("stop")._value.get() == before + 1
 
 
 def test_a_wrong_request_is_refused_at_once(crossing: AsyncEngine):
@@ -106,7 +127,7 @@ def test_a_wrong_request_is_refused_at_once(crossing: AsyncEngine):
 
 
 def test_closing_drains_and_then_tells_the_rest(tiny: Engine):
-    engine = AsyncEngine(tiny, max_waiting=8)
+    engine = AsyncEngine(tiny)
 
     async def serve():
         quick = asyncio.create_task(
@@ -120,7 +141,7 @@ def test_closing_drains_and_then_tells_the_rest(tiny: Engine):
 
     tokens, last = asyncio.run(serve())
     assert (len(tokens), last.finish_reason) == (3, FinishReason.LENGTH)
-    engine = AsyncEngine(tiny, max_waiting=8)
+    engine = AsyncEngine(tiny)
 
     async def cut():
         streams = [asyncio.create_task(read(engine.submit(endless(f"x{index}")))) for index in range(6)]
@@ -134,7 +155,7 @@ def test_closing_drains_and_then_tells_the_rest(tiny: Engine):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_a_dead_thread(tiny: Engine, monkeypatch):
-    engine = AsyncEngine(tiny, max_waiting=4)
+    engine = AsyncEngine(tiny)
 
     def broken() -> None:
         raise RuntimeError("a mistake of ours")
@@ -150,6 +171,7 @@ def test_nobody_waits_for_a_dead_thread(tiny: Engine, monkeypatch):
     asyncio.run(serve())
     engine._thread.join(10)
     assert not engine.alive
+    assert engine.heartbeat() == float("inf")
     monkeypatch.undo()
     tiny.cancel("lost")
 
@@ -167,7 +189,7 @@ def test_waiting_for_company_does_not_spin(monkeypatch):
     inner, ticks = tiny_engine(policy=Policy(4, 8, 60, 600, batch_window=0.2)), []
     tick = inner.tick
     monkeypatch.setattr(inner, "tick", lambda: (ticks.append(1), tick())[1])
-    engine = AsyncEngine(inner, max_waiting=4)
+    engine = AsyncEngine(inner)
 
     async def serve():
         return await read(engine.submit(Request("lonely", (1,), SamplingParams(max_tokens=2, ignore_eos=True))))

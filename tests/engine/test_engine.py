@@ -12,7 +12,8 @@ from jaxserve.config import Pool
 from jaxserve.decode import jitted
 from jaxserve.engine.engine import Completion, Engine
 from jaxserve.engine.request import FinishReason, Request, SamplingParams
-from jaxserve.errors import EngineError, NumericalError
+from jaxserve.engine.scheduler import Policy
+from jaxserve.errors import EngineError, InvalidRequest, NumericalError
 from jaxserve.testing import TINY_EOS, tiny_engine
 
 
@@ -134,16 +135,37 @@ def test_a_failed_step_is_told_to_those_it_hit():
     assert same(engine.generate([mixed(4)])[0], expected)
 
 
-def test_a_fault_that_is_no_steps_is_not_hidden():
+def test_a_failed_step_takes_nobody_else_along():
+    """Who ended in the same tick hears of it, who left while the step ran is not needed, and the engine goes on."""
     engine = tiny_engine()
+    run = engine._programs.run
 
-    def broken(now: float):
-        raise RuntimeError("a mistake of ours")
+    def failing(*arguments):
+        raise RuntimeError("the device is gone")
 
-    engine._scheduler.schedule = broken
-    engine.submit(mixed(1))
-    with pytest.raises(RuntimeError, match="a mistake of ours"):
-        engine.tick()
+    engine.submit(Request("runs", (1, 2), SamplingParams(max_tokens=30, ignore_eos=True)))
+    engine.tick()
+    engine._programs.run = failing
+    engine.submit(Request("nothing", (1, 2), SamplingParams(max_tokens=0)))
+    said = dict(engine.tick())
+    assert said["nothing"].finish_reason is FinishReason.LENGTH
+    assert isinstance(said["runs"].error, EngineError)
+    engine.submit(Request("leaves", (1, 2), SamplingParams(max_tokens=30, ignore_eos=True)))
+    engine._programs.run = run
+    engine.tick()
+    engine.cancel("leaves")
+    engine._in_flight = [(engine._in_flight[0][0], None)]  # its step gives nothing that could be read
+    assert engine.tick() == []
+    assert len(engine.generate([Request("next", (3,), SamplingParams(max_tokens=5, ignore_eos=True))])[0].tokens) == 5
+
+
+def test_generate_leaves_nothing_behind_and_takes_more_than_fit():
+    engine = tiny_engine(policy=Policy(2, 1, 60, 600, 0))
+    good = [Request(f"g{index}", (5, index), SamplingParams(max_tokens=3, ignore_eos=True)) for index in range(9)]
+    with pytest.raises(InvalidRequest):
+        engine.generate([good[0], Request("wrong", (5,), SamplingParams(top_p=2.0)), *good[1:]])
+    assert not engine._scheduler.has_work
+    assert [len(answer.tokens) for answer in engine.generate(good)] == [3] * 9
 
 
 def test_a_number_that_is_none_ends_its_request_alone():

@@ -7,6 +7,7 @@ from jaxserve.config import Pool
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.rows import RowTable
 from jaxserve.models.family import family_of
+from jaxserve.plan import MODEL_STOP_TOKENS
 from jaxserve.testing import TINY, tiny_plan
 
 
@@ -25,7 +26,7 @@ def test_a_request_becomes_a_row():
     assert (row.temperature, row.top_k, row.limit, row.min_length, row.prompt_length) == (0.5, 4, 12, 5, 3)
     assert row.bias_ids == [7, 8, -1, -1]
     assert row.bias == [1.5, -2.0, 0.0, 0.0]
-    assert row.stop_ids == [5, 6, -1]
+    assert row.stop_ids == [5, 6] + [-1] * (1 + MODEL_STOP_TOKENS)
     assert row.seed == [3, 4]
     assert row.alternatives is True
 

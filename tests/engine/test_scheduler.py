@@ -191,6 +191,35 @@ def test_the_queue_is_bounded_and_first_come_first_served():
     assert [work.running.request.id for work in tick.prefills] == ["1"]
 
 
+def test_free_slots_are_no_queue():
+    for most in (0, 1, 3):
+        machine = scheduler(Pool(8, 64), policy=Policy(100, most, 60, 600, 0))
+        for index in range(8 + most):
+            machine.submit(request(str(index)), seed=0, now=0.0)
+        with pytest.raises(Overloaded):
+            machine.submit(request("late"), seed=0, now=0.0)
+        machine.schedule(0.0)
+        assert (machine.running, machine.waiting, machine.capacity) == (8, most, 8 + most)
+
+
+def test_a_pool_with_a_queue_does_not_starve_another():
+    machine = scheduler(Pool(2, 64), Pool(1, 128), policy=Policy(2, 50, 60, 600, 0))
+    device, flight = HashDevice(), []
+    for index in range(20):
+        machine.submit(request(f"short-{index}", max_tokens=3), seed=0, now=index / 100)
+        if index == 3:
+            machine.submit(request("long", prompt=60, max_tokens=20), seed=0, now=0.035)
+    order = []
+    for turn in range(200):
+        tick = machine.schedule(1.0 + turn / 100)
+        order += [running.request.id for work in tick.runs for running in work.admitted]
+        before, flight = flight, device.run(tick)
+        for work, given in before:
+            machine.deliver(work, given, 1.0 + turn / 100)
+    assert not machine.has_work
+    assert order.index("long") <= 6
+
+
 def test_times_run_out():
     machine = scheduler(Pool(1, 64), policy=Policy(1, 8, queue_timeout=5, request_timeout=50, batch_window=0))
     machine.submit(request("runs"), seed=0, now=0.0)
@@ -290,7 +319,8 @@ BAD = {
     "presence_penalty": (-101.0, float("nan")),
     "frequency_penalty": (101.0,),
     "logprobs": (-1, 21),
-    "stop_token_ids": ((-1,), (200,), tuple(range(16))),
+    "seed": (-1, 2**63),
+    "stop_token_ids": ((-1,), (200,), tuple(range(17))),
     "logit_bias": (((200, 1.0),), ((-1, 1.0),), ((3, float("nan")),), tuple((token, 0.0) for token in range(40)) * 8),
 }
 

@@ -12,6 +12,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.errors import CheckpointError, SelfTestFailed
 from jaxserve.launch import golden
 from jaxserve.launch.loading import LoadedModel
+from tests.launch.conftest import configured
 
 
 def silent(phase: str, done: int, total: int) -> None:
@@ -41,6 +42,13 @@ def test_a_changed_weight_fails_the_test(loaded: LoadedModel):
     finally:
         layer["kernel"] = good
     golden.self_test(engine, loaded.folder, silent)
+
+
+def test_goldens_are_cut_to_what_may_be_asked(loaded: LoadedModel, tiny_store):
+    from jaxserve.launch.loading import load_model
+
+    config = configured(tiny_store, max_output_tokens=2, max_waiting=0)
+    assert load_model(config, silent).engine.limits.max_output_tokens == 2
 
 
 def test_no_goldens_no_service(loaded: LoadedModel, tmp_path):

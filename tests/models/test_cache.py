@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.cache import KVCache, as_stored, empty_cache, scrub, write
+from jaxserve.models.cache import KVCache, as_stored, empty_cache, write
 
 SHAPE = {"layers": 2, "slots": 3, "kv_heads": 2, "length": 16, "head_size": 4}
 
@@ -45,13 +45,6 @@ def test_one_row_lands_in_its_slot():
     )
     assert not np.asarray(after.k[0])[:2].any()
     np.testing.assert_array_equal(after.k[0][2, :, 8:12], fresh(1, 4).k[0][0])
-
-
-def test_scrubbing_leaves_the_others():
-    cache = jax.tree.map(lambda leaf: leaf + jnp.nan, empty_cache(**SHAPE, dtype=jnp.float32))
-    after = scrub(cache, jnp.asarray([False, True, False]))
-    assert np.isnan(np.asarray(after.v[1])[[0, 2]]).all()
-    assert not np.asarray(after.v[1])[1].any()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

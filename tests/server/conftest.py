@@ -75,7 +75,7 @@ class FakeStream:
                 self.engine.active.discard(self.request.id)
             yield delta
 
-    def cancel(self) -> None:
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Frees the slot."""
         self.cancelled = True
         if self.request.id in self.engine.active:
