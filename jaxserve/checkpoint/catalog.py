@@ -15,6 +15,7 @@ from jaxserve.checkpoint.files import read_regular
 from jaxserve.errors import CheckpointError
 
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+_Sampling = Annotated[str, Meta(pattern=r"^(temperature|top_p|top_k|min_p|repetition_penalty)$")]
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
 
 
@@ -51,13 +52,19 @@ class Wheel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model made of the parts in some wheels, in their order. ``model_type`` names its family."""
+    """A model made of the parts in some wheels, in their order.
+
+    Attributes:
+        model_type: names its family.
+        sampling: defaults that its maker recommends where the file itself has none, as in ``generation_config.json``.
+    """
 
     about: str
     model_type: str
     licence: Licence
     target: Target
     wheels: Annotated[tuple[Wheel, ...], Meta(min_length=1)]
+    sampling: dict[_Sampling, float] = {}
 
 
 Catalog = dict[_Name, Entry]

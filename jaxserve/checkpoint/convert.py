@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import jax
@@ -25,7 +26,15 @@ from jaxserve.checkpoint.gguf import GGUFFile
 from jaxserve.checkpoint.manifest import FileEntry, LeafEntry, Manifest, Source
 from jaxserve.checkpoint.parameters import DTYPE_CHOICES, write_parameters
 from jaxserve.checkpoint.safetensors import SafetensorsFolder
-from jaxserve.checkpoint.side_files import CONFIG, GOLDENS, SideFiles, is_side_file, write_side_files
+from jaxserve.checkpoint.side_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    GOLDENS,
+    SideFiles,
+    add_sampling,
+    is_side_file,
+    write_side_files,
+)
 from jaxserve.checkpoint.store import Store
 from jaxserve.errors import CheckpointError
 from jaxserve.models.family import family_of
@@ -60,6 +69,7 @@ def convert(
     dtype: str = "auto",
     licence: str | None = None,
     licence_files: Iterable[Path] = (),
+    sampling: Mapping[str, float] = MappingProxyType({}),
     goldens: Goldens | None = None,
     limits: cage.Limits | None = None,
     progress: Progress = silent,
@@ -74,6 +84,7 @@ def convert(
         dtype: one of :data:`jaxserve.checkpoint.parameters.DTYPE_CHOICES`.
         licence: its name, if the caller knows better than the source.
         licence_files: further texts to keep in the version.
+        sampling: defaults to keep in ``generation_config.json`` where the source says nothing.
         goldens: computes what the server's self-test compares with.
         limits: of the child process, by default :meth:`cage.Limits.for_source`.
         progress: told "hash", "convert", "write", "manifest" and what ``goldens`` reports itself.
@@ -97,6 +108,10 @@ def convert(
             size = sum(entry.bytes for entry in source.files)
             answer = cage.run(__name__, arguments, limits or cage.Limits.for_source(size), progress)
             result = msgspec.convert(answer, _Result)
+            if sampling:
+                add_sampling(work.content, sampling)
+                side = msgspec.structs.replace(result.side, generation_config=GENERATION_CONFIG)
+                result = msgspec.structs.replace(result, side=side)
             for text in licence_files:
                 shutil.copyfile(text, work.content / text.name)
             _complete(work.content, model, source, dtype, licence, result, goldens, progress)

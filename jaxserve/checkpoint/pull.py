@@ -100,6 +100,7 @@ def _pull_entry(
             dtype=dtype,
             licence=entry.licence.name,
             licence_files=texts,
+            sampling=entry.sampling,
             goldens=goldens,
             progress=progress,
         )

@@ -123,6 +123,13 @@ def _folder_template(source: SafetensorsFolder) -> object:
     return template
 
 
+def add_sampling(content: Path, sampling: Mapping[str, float]) -> None:
+    """Adds sampling defaults to a version's ``generation_config.json``; what stands there already wins."""
+    path = content / GENERATION_CONFIG
+    present = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    _write_json(path, dict(sampling) | present)
+
+
 def _side_json(source: SafetensorsFolder, name: str) -> dict[str, Any]:
     return parse_json_object(source.read_side_file(name), str(source.path / name)) if source.has(name) else {}
 

@@ -39,6 +39,7 @@ a:
     ("old", "new"),
     [
         ("a:\n  about", "../a:\n  about"),
+        ("about: x", "about: x\n  sampling: {heat: 1}"),
         ("bytes: 10", "bytes: 0"),
         ("sha256: aa", "sha256: zz"),
         ("name: a.gguf", "name: ../a.gguf"),

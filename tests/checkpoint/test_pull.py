@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def catalog(index, to_wheel, forms):
     )
     return {
         "strange": Entry("of no family here", "mamba9", Licence("MIT"), target, wheels),
-        "free": Entry("a free model", "llama", Licence("MIT"), target, wheels),
+        "free": Entry("a free model", "llama", Licence("MIT"), target, wheels, {"temperature": 0.2}),
         "bound": Entry(
             "a bound model", "llama", Licence("Terms of X", True, "https://example.com/terms"), target, wheels
         ),
@@ -56,6 +57,9 @@ def test_a_name_of_the_catalogue(store, catalog, index):
         ("tiny.gguf", catalog["free"].target.sha256)
     ]
     assert (pulled.folder / "LICENSE").read_text() == "as you like"
+    generation = json.loads((pulled.folder / "generation_config.json").read_text())
+    assert generation["temperature"] == 0.2
+    assert "eos_token_id" in generation
     assert not list((store.root / "free").glob(".*"))
 
     shutil.rmtree(index)  # what is there is not fetched again
