@@ -77,7 +77,7 @@ def test_malformed_files_are_refused_by_name_and_reason(tmp_path, case):
     started = time.perf_counter()
     with pytest.raises(CheckpointError) as caught:
         SafetensorsFile(path)
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 10
     assert reason in caught.value.message
     assert str(path) in caught.value.message
     assert len(caught.value.message) < 600

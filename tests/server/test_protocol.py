@@ -175,7 +175,7 @@ def test_a_slow_head_is_cut_off(address):
             if time.monotonic() - begin > 1.0:
                 break
         said = everything(connection)
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 10
     assert not said or code_of(said) == (408, "request_timeout")
 
 
@@ -189,7 +189,7 @@ def test_a_silent_connection_is_closed(address):
     with connect(address) as connection:
         begin = time.monotonic()
         assert everything(connection) == b""
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 10
 
 
 def test_a_slow_body_is_cut_off(address, app):

@@ -49,7 +49,7 @@ def test_first_not_ready_then_closed(service, engine, serve_it, events, wait_for
         assert served.thread.is_alive()
         thread.join()
         served.thread.join(10)
-        assert 0.5 < time.monotonic() - begin < 5
+        assert 0.5 < time.monotonic() - begin < 20
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(served.url + "/readyz")
     assert events(found[0])[-1] == "[DONE]"
@@ -68,7 +68,7 @@ def test_what_does_not_finish_is_ended_in_words(stream, service, engine, serve_i
         served.terminate()
         thread.join()
         served.thread.join(10)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
     (answer,) = found
     if stream:
         *_, last = events(answer)
@@ -110,7 +110,7 @@ def test_idle_connections_do_not_hold_it_up(service, serve_it):
         begin = time.monotonic()
         served.terminate()
         served.thread.join(5)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
 
 
 def test_it_listens_before_there_is_a_model(service, model, serve_it):
