@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -172,3 +173,12 @@ def test_the_checks_would_notice(root, targets):
     text = "```sh\nmake srve  # no\njaxserve models lst\njaxserve verify --vrsion 1\n```\n`jaxserve config table`"
     reasons = [refused(words, targets) for words in command_lines(text)]
     assert [bool(reason) for reason in reasons] == [True, True, True, False]
+
+
+def test_readme_shows_the_figures_that_were_measured(readme, root):
+    measured = json.loads(root.joinpath("benchmarks/results/transformers.json").read_text())["results"]
+    for row in measured:
+        mine, theirs = row["tokens_per_second"]
+        speeds = f"| {row['streams']} | {mine:.3g} tokens/s | {theirs:.3g} tokens/s |"
+        assert f"{speeds} {row['ratio']:.2f} | {row['whole_ratio']:.2f} |" in readme
+        assert f"{mine:.0f}" in readme.split("## What is where")[0]
