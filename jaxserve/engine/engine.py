@@ -237,7 +237,7 @@ class Engine:
         emitted = {slot: _emitted(given, slot, running) for slot, running in work.slots}
         deltas = self._scheduler.deliver(work, emitted, now)
         for running, delta in deltas:
-            self._measure(running, delta, since[self._slot_of(work, running)], now)
+            self._measure(running, delta, since[running.slot], now)
         return self._report(deltas)
 
     def _recover(self, fault: Exception) -> list[tuple[str, Delta]]:
@@ -252,10 +252,6 @@ class Engine:
         return self._report(self._scheduler.fail_all(error))
 
     # --- accounts -----------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _slot_of(work: RunWork, running: Running) -> int:
-        return next(slot for slot, holder in work.slots if holder is running)
 
     def _report(self, deltas: Iterable[tuple[Running, Delta]]) -> list[tuple[str, Delta]]:
         said = []

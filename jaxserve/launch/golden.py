@@ -16,14 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.checkpoint import Progress
 from jaxserve.checkpoint.restore import restore
-from jaxserve.checkpoint.side_files import GOLDENS
+from jaxserve.checkpoint.side_files import CONFIG, GOLDENS
 from jaxserve.decode import jitted
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import CheckpointError, SelfTestFailed
 from jaxserve.models.family import family_of
 from jaxserve.models.weights import abstract
+from jaxserve.text.folder import read_json
 from jaxserve.text.tokenizer import Tokenizer
 
 PROMPTS = (
@@ -40,7 +42,7 @@ ENOUGH = 12
 
 def goldens(folder: Path) -> dict[str, Any]:
     """Computes a new version's goldens: JSON values for ``goldens.json``."""
-    family = family_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    family = family_of(read_json(folder / CONFIG))
     params = family.arrange(restore(folder, abstract(family.rules, jnp.float32)))
     graphdef = family.graphdef(jnp.float32)
     tokenizer = Tokenizer.load(folder / "tokenizer")
@@ -59,7 +61,7 @@ def goldens(folder: Path) -> dict[str, Any]:
     }
 
 
-def self_test(engine: Engine, folder: Path, progress: Callable[[str, int, int], None]) -> None:
+def self_test(engine: Engine, folder: Path, progress: Progress) -> None:
     """Lets the engine write the stored tokens.
 
     Raises:

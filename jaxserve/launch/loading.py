@@ -6,8 +6,6 @@ Knows the order of the steps and reports each. The server listens meanwhile and 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.checkpoint import manifest
+from jaxserve.checkpoint import Progress, manifest
 from jaxserve.checkpoint.manifest import Manifest
 from jaxserve.checkpoint.restore import restore
+from jaxserve.checkpoint.side_files import CONFIG, GENERATION_CONFIG
 from jaxserve.checkpoint.store import Store
 from jaxserve.config import Config
 from jaxserve.decode.autoregressive import Autoregressive
@@ -33,9 +32,8 @@ from jaxserve.models.weights import nest
 from jaxserve.plan import Plan, make_plan
 from jaxserve.sharding import make_mesh, sharding
 from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.folder import read_json
 from jaxserve.text.tokenizer import Tokenizer
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +69,7 @@ def plan(config: Config) -> Plan:
         CheckpointError: no such model. PlanError: it does not fit.
     """
     folder = _folder(config)
-    return _plan(config, family_of(read_json(folder / "config.json")))
+    return _plan(config, family_of(read_config(folder)))
 
 
 def load_model(config: Config, progress: Progress) -> LoadedModel:
@@ -87,12 +85,13 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
     configure_jax(config.engine)
     folder = _folder(config)
     stored = manifest.verify(folder, lambda _, done, total: progress("verifying", done, total))
-    family = family_of(read_json(folder / "config.json"))
+    hf = read_config(folder)
+    family = family_of(hf)
     planned = _plan(config, family)
     params = restore_params(folder, family, planned.dtype, lambda _, done, total: progress("loading", done, total))
     tokenizer = Tokenizer.load(folder / "tokenizer")
-    generation = read_json(folder / "generation_config.json", required=False)
-    eos = _end_tokens(tokenizer, generation, read_json(folder / "config.json"))
+    generation = read_json(folder / GENERATION_CONFIG)
+    eos = _end_tokens(tokenizer, generation, hf)
     graphdef = family.graphdef(jnp.dtype(planned.dtype))
     programs = Programs(planned, family, graphdef, params, Autoregressive(planned.max_logprobs))
     engine = Engine(programs, _policy(config, planned), eos=eos)
@@ -126,21 +125,16 @@ def restore_params(folder: Path, family: Family, dtype: str, progress: Progress)
     return family.arrange(restore(folder, nest(wanted), progress))
 
 
-def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """A JSON object of a checkpoint.
+def read_config(folder: Path) -> dict[str, Any]:
+    """A version's ``config.json``.
 
     Raises:
-        CheckpointError: absent (if required) or no JSON object.
+        CheckpointError: absent, or no JSON object.
     """
-    if not required and not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return content
+    path = folder / CONFIG
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing")
+    return read_json(path)
 
 
 def _folder(config: Config) -> Path:

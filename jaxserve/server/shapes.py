@@ -6,7 +6,7 @@ Knows ``wire`` and ``generation``. Knows no HTTP. Each shape gives the answer as
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
@@ -43,6 +43,17 @@ class Envelope:
     created: int
     model: str
     fingerprint: str | None
+
+    def around(self, kind: Callable[..., Struct], choices: Sequence[Struct], usage: MaybeUsage) -> Struct:
+        """An answer or chunk of a ``kind`` of ``wire`` with these choices."""
+        return kind(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            system_fingerprint=self.fingerprint,
+            choices=choices,
+            usage=usage,
+        )
 
 
 def token_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> list[wire.TokenLogprob]:
@@ -124,15 +135,7 @@ class CompletionShape:
         return wire.CompletionChoice(part.index, part.text, self._logprobs(part.tokens), part.finish_reason)
 
     def _response(self, choices: list[wire.CompletionChoice], usage: MaybeUsage) -> Struct:
-        of = self._envelope
-        return wire.CompletionResponse(
-            id=of.id,
-            created=of.created,
-            model=of.model,
-            system_fingerprint=of.fingerprint,
-            choices=choices,
-            usage=usage,
-        )
+        return self._envelope.around(wire.CompletionResponse, choices, usage)
 
     def _logprobs(self, tokens: Sequence[Token]) -> wire.CompletionLogprobs | None:
         """Token strings are keys here, so of two tokens with the same text the likelier one stays."""
@@ -178,26 +181,10 @@ class ChatShape:
         for output in outputs:
             message = wire.AssistantMessage(content=output.text)
             choices.append(wire.ChatChoice(output.index, message, self._logprobs(output.tokens), output.finish_reason))
-        of = self._envelope
-        return wire.ChatResponse(
-            id=of.id,
-            created=of.created,
-            model=of.model,
-            system_fingerprint=of.fingerprint,
-            choices=choices,
-            usage=usage,
-        )
+        return self._envelope.around(wire.ChatResponse, choices, usage)
 
     def _chunk(self, choices: list[wire.ChatChunkChoice], usage: MaybeUsage) -> Struct:
-        of = self._envelope
-        return wire.ChatChunk(
-            id=of.id,
-            created=of.created,
-            model=of.model,
-            system_fingerprint=of.fingerprint,
-            choices=choices,
-            usage=usage,
-        )
+        return self._envelope.around(wire.ChatChunk, choices, usage)
 
     def _logprobs(self, tokens: Sequence[Token]) -> wire.ChatLogprobs | None:
         return wire.ChatLogprobs(token_logprobs(self._tokenizer, tokens)) if self._with_logprobs else None

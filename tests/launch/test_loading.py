@@ -14,7 +14,7 @@ from jaxserve.config import Pool
 from jaxserve.decode import jitted
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import CheckpointError, PlanError
-from jaxserve.launch.loading import LoadedModel, load_model, plan, read_json
+from jaxserve.launch.loading import LoadedModel, load_model, plan, read_config
 from tests.launch.conftest import NAME, configured
 
 
@@ -100,15 +100,16 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(tiny_store):
         load_model(configured(tiny_store, pools=(Pool(1, 512),)), silent)
 
 
-def test_json_of_a_checkpoint(tmp_path):
-    (tmp_path / "good.json").write_text(json.dumps({"a": 1}))
-    (tmp_path / "list.json").write_text("[1]")
-    (tmp_path / "bad.json").write_text("{")
-    assert read_json(tmp_path / "good.json") == {"a": 1}
-    assert read_json(tmp_path / "absent.json", required=False) == {}
-    for name in ("list.json", "bad.json", "absent.json"):
-        with pytest.raises(CheckpointError, match=name):
-            read_json(tmp_path / name)
+def test_the_configuration_of_a_checkpoint(tmp_path):
+    for content in ("[1]", "{", None):
+        path = tmp_path / "config.json"
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            read_config(tmp_path)
+    path.write_text(json.dumps({"a": 1}))
+    assert read_config(tmp_path) == {"a": 1}
 
 
 REFERENCE = dict(np.load(Path(__file__).parents[1] / "reference" / "smollm2.npz"))
