@@ -49,6 +49,27 @@ class ModelNotFound(InvalidRequest):
     code = "model_not_found"
 
 
+class Quarantined(InvalidRequest):
+    """The same request made a step fail a short while ago."""
+
+    code = "quarantined"
+
+
+# --- a caller who may not ---------------------------------------------------------------------------------------------
+
+
+class Unauthenticated(JaxserveError):
+    """No key, or one that is not valid."""
+
+    code = "invalid_api_key"
+
+
+class Forbidden(JaxserveError):
+    """A valid key, or an address, that may not do this."""
+
+    code = "insufficient_permissions"
+
+
 # --- a request that came at a bad moment ------------------------------------------------------------------------------
 
 
@@ -72,6 +93,16 @@ class QueueTimeout(Unavailable):
     """The request waited longer than the server lets any request wait."""
 
     code = "queue_timeout"
+
+
+class RateLimited(Unavailable):
+    """A key's share of the minute is used up; ``kind`` says which: ``requests`` or ``tokens``."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, kind: str = "requests", retry_after: float = 1.0) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.kind = kind
 
 
 class NotReady(Unavailable):
@@ -105,6 +136,13 @@ class NumericalError(EngineError):
     """The model produced a non-finite number for this request."""
 
     code = "numerical_error"
+
+
+class DeviceFault(EngineError):
+    """Steps fail whoever is in them: the device, not a request, is at fault, and the process ends."""
+
+    code = "device_fault"
+    exit_code = 70  # EX_SOFTWARE
 
 
 # --- what stops a process ---------------------------------------------------------------------------------------------

@@ -61,12 +61,18 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue. ``deadline`` is in seconds on the engine's monotonic clock."""
+    """One prompt to continue.
+
+    Attributes:
+        deadline: when it must be done, in seconds on the engine's monotonic clock.
+        tenant: on whose behalf; tenants get equal shares of a busy engine.
+    """
 
     id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     deadline: float | None = None
+    tenant: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

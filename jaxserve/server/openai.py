@@ -46,14 +46,19 @@ TABLE: Mapping[type[errors.JaxserveError], Row] = {
     errors.InvalidRequest: Row(400, _INVALID),
     errors.ContextLengthExceeded: Row(400, _INVALID),
     errors.ModelNotFound: Row(404, _INVALID),
+    errors.Quarantined: Row(400, _INVALID),
+    errors.Unauthenticated: Row(401, _INVALID),
+    errors.Forbidden: Row(403, _INVALID),
     errors.Unavailable: Row(503, _UNAVAILABLE),
     errors.Overloaded: Row(503, _UNAVAILABLE),
     errors.QueueTimeout: Row(503, _UNAVAILABLE),
+    errors.RateLimited: Row(429, "requests"),  # or "tokens": the error's own kind
     errors.NotReady: Row(503, _UNAVAILABLE),
     errors.ShuttingDown: Row(503, _UNAVAILABLE),
     errors.DeadlineExceeded: Row(408, "timeout_error", retry=False),
     errors.EngineError: Row(500, _SERVER, retry=False),
     errors.NumericalError: Row(500, _SERVER, retry=False),
+    errors.DeviceFault: Row(500, _SERVER, retry=True),  # another replica, or this one when it is back
     errors.JaxserveError: _HIDDEN,
     errors.ConfigError: _HIDDEN,
     errors.PlanError: _HIDDEN,
@@ -87,7 +92,8 @@ def error_object(error: Exception) -> wire.ErrorObject:
     if isinstance(error, errors.JaxserveError):
         row = row_of(error)
         if row.public:
-            return wire.ErrorObject(error.message, row.type, error.param, error.code)
+            kind = error.kind if isinstance(error, errors.RateLimited) else row.type
+            return wire.ErrorObject(error.message, kind, error.param, error.code)
     if isinstance(error, HTTPException) and error.status_code in HTTP_REFUSALS:
         code, message = HTTP_REFUSALS[error.status_code]
         return wire.ErrorObject(message, _INVALID, None, code)
@@ -114,6 +120,8 @@ def error_headers(error: Exception) -> dict[str, str]:
     if isinstance(error, errors.Unavailable):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
         headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after * 1000)))
+    if isinstance(error, errors.Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     retry = row_of(error).retry if isinstance(error, errors.JaxserveError) else None
     if status_of(error) == 500:
         retry = bool(retry)

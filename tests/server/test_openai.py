@@ -80,3 +80,13 @@ def test_http_refusals(status):
     error = msgspec.json.decode(response.body)["error"]
     assert response.status_code == status
     assert (error["type"], error["code"]) == ("invalid_request_error", openai.HTTP_REFUSALS[status][0])
+
+
+def test_a_refused_caller_is_told_how_to_call():
+    assert openai.error_response(errors.Unauthenticated("No.")).headers["www-authenticate"] == "Bearer"
+
+
+def test_a_rate_limit_says_what_is_used_up():
+    response = openai.error_response(errors.RateLimited("Too fast.", kind="tokens", retry_after=7.5))
+    assert msgspec.json.decode(response.body)["error"]["type"] == "tokens"
+    assert (response.status_code, response.headers["retry-after"]) == (429, "8")
