@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test check bench tables constraints python
+.PHONY: setup serve test check bench fuzz fuzz-parsers corrupt tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
@@ -35,6 +35,15 @@ bench: $(VENV)/.serve $(PEERS)/.ready ## one run in turns with transformers: rat
 	$(VENV)/bin/jaxserve pull
 	$(VENV)/bin/python -m benchmarks.paired --peer $(PEERS)/bin/python $(ARGS)
 
+fuzz: $(VENV)/.rigs                  ## 10,000 malformed requests against the real server
+	$(VENV)/bin/python -m tests.rigs.fuzz $(ARGS)
+
+fuzz-parsers: $(VENV)/.rigs          ## ten minutes of damaged input for each parser; ARGS='--seconds 60' for less
+	$(VENV)/bin/python -m tests.rigs.fuzz_parsers $(ARGS)
+
+corrupt: $(VENV)/.dev                ## 200 damaged checkpoints: each is refused, and says which file
+	$(VENV)/bin/python -m tests.rigs.corrupt $(ARGS)
+
 tables: $(VENV)/.dev                 ## writes the README's tables anew from the code
 	$(VENV)/bin/python -m tests.house.tables
 
@@ -54,6 +63,10 @@ $(VENV)/.serve: pyproject.toml $(wildcard requirements/*.txt) | $(VENV)/bin/pyth
 
 $(VENV)/.dev: $(VENV)/.serve
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(pins) -e '.[dev]'
+	touch $@
+
+$(VENV)/.rigs: $(VENV)/.dev
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(pins) -e '.[dev,rigs]'
 	touch $@
 
 $(PEERS)/.ready: benchmarks/peers.txt

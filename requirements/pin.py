@@ -22,7 +22,7 @@ def resolve() -> list[str]:
         report = Path(folder, "report.json")
         pip = [str(Path(folder, "bin", "python")), "-m", "pip"]
         options = ["--dry-run", "--ignore-installed", "--report", str(report)]
-        subprocess.run([*pip, "install", *options, f"{FOLDER.parent}[dev]"], check=True)
+        subprocess.run([*pip, "install", *options, f"{FOLDER.parent}[dev,rigs]"], check=True)
         items = [item["metadata"] for item in json.loads(report.read_text())["install"] if not item["is_direct"]]
     return sorted((f"{item['name']}=={item['version']}" for item in items), key=str.lower)
 

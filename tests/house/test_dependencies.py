@@ -54,7 +54,8 @@ def test_pins_are_names_and_versions_that_fit(root, project, name):
     lines = root.joinpath("requirements", name).read_text().splitlines()
     assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line)] == []
     pins = {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines}
-    requirements = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]])
+    extras = project["optional-dependencies"]
+    requirements = map(Requirement, [*project["dependencies"], *extras["dev"], *extras["rigs"]])
     unfit = [str(r) for r in requirements if pins.get(canonicalize_name(r.name), "") not in r.specifier]
     assert unfit == []
 

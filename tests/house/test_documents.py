@@ -95,7 +95,7 @@ def readme(root) -> str:
 
 @pytest.fixture(scope="module")
 def targets(root) -> set[str]:
-    return set(re.findall(r"^([a-z]+):", root.joinpath("Makefile").read_text(), re.M))
+    return set(re.findall(r"^([a-z-]+):", root.joinpath("Makefile").read_text(), re.M))
 
 
 def absent(names: list[str], root: Path) -> list[str]:
