@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-ELSEWHERE = ("house/", "reference/")  # about the repository as a whole, about other engines
+ELSEWHERE = ("house/", "reference/", "rigs/")  # about the repository, other engines, the whole server
 SHAPES_ONLY = {"server/wire.py"}  # types without behaviour; what reads and writes them is tested
 
 

@@ -14,15 +14,14 @@ import httpx2
 import openai
 import pytest
 
-from tests.launch.conftest import NAME
-from tests.launch.served import Served, served
+from tests.rigs.served import NAME, Served, started
 
-TINY_FLAGS = ("--model.dtype", "float32", "--engine.pools", "4x128")
+TINY_FLAGS = ("--engine.pools", "4x128")
 
 
 @pytest.fixture(scope="module")
-def tiny_server(tiny_store):
-    with served(tiny_store, NAME, *TINY_FLAGS) as server:
+def tiny_server():
+    with started(*TINY_FLAGS) as server:
         server.readiness = server.wait_until_ready()
         yield server
 
@@ -37,7 +36,7 @@ def test_it_says_how_far_it_is_until_it_is_ready(tiny_server: Served):
     phases = list(dict.fromkeys(line["phase"] for line in said))
     assert phases[-1] == "ready"
     assert "compiling" in phases
-    assert any(line["progress"]["total"] == 3 and "compiling" in line["status"] for line in said)
+    assert any(line["progress"]["total"] >= 3 and "compiling" in line["status"] for line in said)
     assert httpx2.get(tiny_server.url + "/livez").status_code == 200
 
 
@@ -88,15 +87,15 @@ def test_bytes_that_are_no_request(tiny_server: Served, body):
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_signal_ends_it_in_order(tiny_store):
-    with served(tiny_store, NAME, *TINY_FLAGS) as server:
+def test_a_signal_ends_it_in_order():
+    with started(*TINY_FLAGS) as server:
         server.wait_until_ready()
         assert server.stop() == 0
         assert not any("Traceback" in line for line in server.lines)
 
 
-def test_a_signal_while_it_loads_ends_it_too(tiny_store):
-    with served(tiny_store, NAME, *TINY_FLAGS) as server:
+def test_a_signal_while_it_loads_ends_it_too():
+    with started(*TINY_FLAGS) as server:
         assert httpx2.get(server.url + "/livez").status_code == 200
         assert server.stop() == 0
 
@@ -112,7 +111,7 @@ def damaged(store: Path, to: Path) -> Path:
 
 def test_one_wrong_bit_is_refused_in_one_sentence(tiny_store, tmp_path):
     weights = damaged(tiny_store, tmp_path / "store")
-    with served(tmp_path / "store", NAME, *TINY_FLAGS) as server:
+    with started("--checkpoints.root", str(tmp_path / "store"), *TINY_FLAGS) as server:
         assert server.wait(60) == 78
         last = server.lines[-1]
         assert weights.name in last
@@ -129,18 +128,18 @@ def test_one_wrong_bit_is_refused_in_one_sentence(tiny_store, tmp_path):
         (("--engine.memory-limit-bytes", "100000", "--engine.pools", "4x128"), "headroom"),
     ],
 )
-def test_what_cannot_be_served_is_said_and_ends(tiny_store, flags, named):
-    with served(tiny_store, NAME, "--model.dtype", "float32", *flags) as server:
+def test_what_cannot_be_served_is_said_and_ends(flags, named):
+    with started(*flags) as server:
         assert server.wait(60) == 78
         assert named in server.lines[-1]
         assert not any("Traceback" in line for line in server.lines)
 
 
-def test_a_taken_port_is_said(tiny_store):
+def test_a_taken_port_is_said():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with served(tiny_store, NAME, *TINY_FLAGS, "--server.port", str(taken.getsockname()[1])) as server:
+        with started(*TINY_FLAGS, "--server.port", str(taken.getsockname()[1])) as server:
             assert server.wait(60) == 78
             assert "address" in server.lines[-1].lower()
 
@@ -150,7 +149,7 @@ def test_a_taken_port_is_said(tiny_store):
 
 @pytest.fixture(scope="module")
 def real_server(smollm2):
-    with served(smollm2.parents[1], smollm2.parent.name, "--engine.pools", "4x1024") as server:
+    with started("--engine.pools", "4x1024", model=smollm2) as server:
         server.wait_until_ready()
         yield server
 

@@ -1,0 +1,66 @@
+"""A tiny model as an operator has it: a folder as Hugging Face has them, converted, with goldens, in a store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ROOT / "tests" / "reference" / "tiny_bpe"
+NAME = "tiny"
+
+
+def write_source(folder: Path, seed: int = 0) -> Path:
+    """A Hugging Face folder: random weights, a real tokenizer of 400 tokens, a chat template."""
+    from safetensors.numpy import save_file
+
+    from jaxserve.models.family import family_of
+    from jaxserve.testing import TINY
+
+    folder.mkdir()
+    config = TINY | {"vocab_size": 400, "eos_token_id": 2, "architectures": ["LlamaForCausalLM"]}
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for rule in family_of(config).rules:
+        draw = random.normal(size=rule.shape).astype(np.float32)
+        tensors[rule.source] = 1 + 0.1 * draw if "norm" in rule.source else 0.4 * draw
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "temperature": 0.8, "top_k": 50}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TOKENIZER / name, folder / name)
+    return folder
+
+
+def tiny_store() -> Path:
+    """The root of a store with one version of the model ``tiny``; made once for each state of the code that makes it.
+
+    Nobody may change what lies there: copy it first.
+    """
+    root = ROOT / ".cache" / "rigs" / f"tiny-{_made_by()}"
+    if not root.exists():
+        from jaxserve.checkpoint.convert import convert
+        from jaxserve.checkpoint.store import Store
+        from jaxserve.launch.golden import goldens
+
+        root.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root.parent) as scratch:
+            making = Path(scratch)
+            convert(write_source(making / "source"), Store(making / "store"), NAME, dtype="float32", goldens=goldens)
+            try:
+                (making / "store").rename(root)
+            except OSError:  # somebody else was faster
+                if not root.exists():
+                    raise
+    return root
+
+
+def _made_by() -> str:
+    package = ROOT / "jaxserve"
+    sources = [Path(__file__), package / "launch" / "golden.py", *sorted((package / "checkpoint").glob("*.py"))]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
