@@ -7,6 +7,8 @@ server.
 from jaxserve.config.layers import Given, Loaded, describe, load, tuned_environment
 from jaxserve.config.tree import (
     SETTINGS,
+    AuditConfig,
+    AuthConfig,
     CheckpointsConfig,
     Config,
     EngineConfig,
@@ -15,12 +17,15 @@ from jaxserve.config.tree import (
     Pool,
     ServerConfig,
     Setting,
+    TLSConfig,
     config_table,
     written,
 )
 
 __all__ = [
     "SETTINGS",
+    "AuditConfig",
+    "AuthConfig",
     "CheckpointsConfig",
     "Config",
     "EngineConfig",
@@ -31,6 +36,7 @@ __all__ = [
     "Pool",
     "ServerConfig",
     "Setting",
+    "TLSConfig",
     "config_table",
     "describe",
     "load",

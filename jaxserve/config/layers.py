@@ -137,7 +137,7 @@ def _as_written(node: yaml.Node) -> object:
 
 def _convert(setting: Setting, given: Given) -> Any:
     value = _items(given.value) if setting.takes_list else given.value
-    if value == "off" and setting.takes_off:
+    if value in ("off", ["off"]) and setting.takes_off:
         return None
     try:
         converted = msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda kind, text: kind(text))

@@ -123,6 +123,37 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: Annotated[Seconds, means("`Retry-After` when nothing better is known")] = 1.0
 
 
+class AuthConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may ask."""
+
+    keys: Annotated[Path | None, means("file of API keys, read anew when it changes; `off`: anybody may ask")] = None
+    public_metrics: Annotated[bool, means("whether /metrics answers without a key")] = False
+    revoked_streams: Annotated[Literal["end", "finish"], means("what becomes of a revoked key's running requests")] = (
+        "end"
+    )
+    hosts: Annotated[
+        Auto | None | tuple[Text, ...], means("names that `Host` may give; `auto`: on loopback its own, else any")
+    ] = "auto"
+    allow: Annotated[None | tuple[Text, ...], means("addresses or networks that may ask; `off`: any")] = None
+    proxies: Annotated[None | tuple[Text, ...], means("those whose `X-Forwarded-For` is believed")] = None
+
+
+class TLSConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Encryption on the main port; the files are read anew when they change."""
+
+    certificate: Annotated[Path | None, means("PEM file of the certificate and its chain; `off`: plain HTTP")] = None
+    private_key: Annotated[Path | None, means("PEM file of its key; `off`: it is in the certificate's file")] = None
+    client_ca: Annotated[Path | None, means("PEM file of who signs clients' certificates; `off`: none needed")] = None
+
+
+class AuditConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asked for what: never a key, a prompt or an output."""
+
+    file: Annotated[Path | None, means("file that gets a JSON line a request, probes aside; `off`: none")] = None
+    fsync: Annotated[bool, means("whether lines are forced to the disk as they are written")] = False
+    body_digest: Annotated[bool, means("whether a line holds the SHA-256 of the request's body")] = False
+
+
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What is written while it runs: never a prompt or an output."""
 
@@ -138,6 +169,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    auth: AuthConfig = AuthConfig()
+    tls: TLSConfig = TLSConfig()
+    audit: AuditConfig = AuditConfig()
     log: LogConfig = LogConfig()
 
 
