@@ -30,11 +30,24 @@ def parse(body: bytes, kind: type[T]) -> T:
     """
     try:
         text = body.decode("utf-8")
+    except UnicodeDecodeError:
+        raise _not_json(body) from None
+    try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
-        raise _wrong_field(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        # It stops at the first field of a wrong type; the rest need not be JSON at all, and that is the graver fault.
+        raise (_wrong_field(str(error)) if _is_json(text) else _not_json(body)) from None
+    except (msgspec.DecodeError, RecursionError):
         raise _not_json(body) from None
+
+
+def _is_json(text: str) -> bool:
+    """Whether all of ``text`` is JSON, without building any of it."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def _wrong_field(message: str) -> InvalidRequest:

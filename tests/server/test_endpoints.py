@@ -210,7 +210,7 @@ DEEP = b'{"model":"toy","x":' + b"[" * 100_000 + b"]" * 100_000 + b',"prompt":"a
     ("path", "body", "status", "code", "param"),
     [
         (CHAT, b"{", 400, "invalid_json", None),
-        (CHAT, b"[" * 100_000, 400, "invalid_type", None),
+        (CHAT, b"[" * 100_000, 400, "invalid_json", None),
         (CHAT, DEEP, 400, "invalid_json", None),
         (TEXT, DEEP, 400, "invalid_json", None),
         (CHAT, b'{"messages":[{"role":"user","content":"\\ud800"}]}', 400, "invalid_string", "messages[0].content"),
