@@ -131,34 +131,42 @@ class Failures:
 
 
 class StrictHeaders:
-    """Refuses what proxies and this server might read differently, and bodies that are not plain JSON."""
+    """Refuses what proxies and this server might read differently."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 400 or 415 itself."""
-        status = _refused(scope) if scope["type"] == "http" else None
-        if status is None:
-            await self._app(scope, receive, send)
+        """Answers 400 itself."""
+        if scope["type"] == "http" and _ambiguous(scope):
+            await error_response(HTTPException(400))(scope, receive, send)
         else:
-            await error_response(HTTPException(status))(scope, receive, send)
+            await self._app(scope, receive, send)
 
 
-def _refused(scope: Scope) -> int | None:
+def _ambiguous(scope: Scope) -> bool:
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     hosts = sum(name == b"host" for name, _ in headers)
     if hosts > 1 or (hosts == 0 and scope["http_version"] == "1.1"):
-        return 400
-    if any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in headers):
-        return 400
-    if scope["method"] != "POST":
-        return None
-    kinds = [value for name, value in headers if name == b"content-type"]
-    if len(kinds) != 1 or kinds[0].split(b";", 1)[0].strip().lower() != b"application/json":
-        return 415
-    encoded = any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers)
-    return 415 if encoded else None
+        return True
+    return any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in headers)
+
+
+class OnlyJSON:
+    """Refuses bodies that are not plain JSON. It stands around a route, so that a wrong URL or method is told first."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises 415."""
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        kinds = [value for name, value in headers if name == b"content-type"]
+        plain = len(kinds) == 1 and kinds[0].split(b";", 1)[0].strip().lower() == b"application/json"
+        coded = any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers)
+        if coded or not plain:
+            raise HTTPException(415)
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

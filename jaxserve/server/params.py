@@ -32,7 +32,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 
 # Parameters that change the answer and are not served, with the values that ask for nothing.
-_NOTHING: dict[str, tuple[Any, ...]] = {
+NOTHING: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
@@ -44,8 +44,8 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "bad_words": ([],),
 }
-_UNSERVED = (
-    *_NOTHING,
+UNSERVED = (
+    *NOTHING,
     *("allowed_token_ids", "audio", "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex"),
     *("prompt_embeds", "prompt_logprobs", "structured_outputs", "truncate_prompt_tokens", "web_search_options"),
 )
@@ -53,10 +53,15 @@ _UNSERVED = (
 
 def refuse_unserved(request: wire.SamplingFields | wire.TokenizeRequest) -> None:
     """Raises ``InvalidRequest`` for a parameter that this server would have to ignore to answer."""
-    for name in _UNSERVED:
+    for name in UNSERVED:
         value = getattr(request, name, None)
-        if value is not None and value not in _NOTHING.get(name, ()):
+        if value is not None and not any(_same(value, nothing) for nothing in NOTHING.get(name, ())):
             raise InvalidRequest(f"'{name}' is not supported.", param=name, code="unsupported_parameter")
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal, and of the same type: 0 is not ``false``."""
+    return type(value) is type(other) and bool(value == other)
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:

@@ -19,7 +19,7 @@ from jaxserve.server.params import check_count, check_token_ids
 from jaxserve.server.service import ServedModel
 from jaxserve.text.chat import ChatTemplate, Prompt
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _COUNTABLE = 2**20  # most tokens that are counted for those who only want to count
 _TAKEN = frozenset(inspect.signature(ChatTemplate.prompt).parameters)
 
@@ -128,9 +128,9 @@ def _encode(prompt: Prompt, model: ServedModel, param: str, *, add_special: bool
 
 def _turn(message: wire.Message, path: str) -> dict[str, Any]:
     """A message as templates expect it."""
-    role = _ROLES.get(message.role)
+    role = ROLES.get(message.role)
     if role is None:
-        names = ", ".join(_ROLES)
+        names = ", ".join(ROLES)
         raise InvalidRequest(f"'{path}.role' must be one of: {names}.", param=f"{path}.role")
     if message.content is None and not (role == "assistant" and message.tool_calls):
         param = f"{path}.content"

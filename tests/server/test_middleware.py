@@ -90,6 +90,11 @@ def test_no_such_method(method, path, allowed, ask):
     assert found.json()["error"]["code"] == "method_not_supported"
 
 
+@pytest.mark.parametrize(("path", "status"), [("/livez", 405), ("/v1/models", 405), ("/nowhere", 404)])
+def test_a_wrong_url_or_method_is_told_before_a_wrong_type(path, status, ask):
+    assert ask("POST", path, b"x", {"content-type": "text/plain"}).status_code == status
+
+
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 

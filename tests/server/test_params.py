@@ -180,6 +180,7 @@ def test_logprobs_of_chat():
         ("web_search_options", {}),
         ("guided_json", {}),
         ("structured_outputs", {"regex": "a"}),
+        ("use_beam_search", 0),
         ("prompt_logprobs", 1),
         ("truncate_prompt_tokens", 5),
     ],
@@ -268,4 +269,4 @@ def test_wrong_min_tokens(most, least):
 def test_every_unserved_name_is_a_field():
     """A name that no wire type has would be refused by nobody."""
     fields = {field.name for kind in (ChatRequest, CompletionRequest) for field in msgspec.structs.fields(kind)}
-    assert set(params._UNSERVED) <= fields
+    assert set(params.UNSERVED) <= fields
