@@ -182,11 +182,13 @@ class Served:
         return Path("/proc") / str(self.process.pid) / name
 
     def _address(self, message: str) -> str:
-        if message not in self._known:
+        end = time.monotonic() + PATIENCE
+        while message not in self._known:
             try:
-                self._known[message] = self._addresses[message].get(timeout=120)
+                self._known[message] = self._addresses[message].get(timeout=1)
             except queue.Empty:
-                raise AssertionError(f"no line says where it is {message}: {self.lines}") from None
+                if self.process.poll() is not None or time.monotonic() > end:
+                    raise AssertionError(f"no line says where it is {message}: {self.lines}") from None
         return self._known[message]
 
     def _read(self) -> None:
