@@ -181,4 +181,4 @@ def _check_unicode(text: str) -> None:
 
 def _check_length(count: int, limit: int) -> None:
     if count > limit:
-        raise ContextLengthExceeded(f"The prompt has at least {count} tokens; at most {limit} fit")
+        raise ContextLengthExceeded(f"The prompt has at least {count} tokens; at most {limit} fit.")
