@@ -30,6 +30,8 @@ class Job:
         n: choices of each prompt.
         stop: strings that end a choice.
         continues: the output goes on from the prompt's text, so a space at its start is a real one.
+        tenant: on whose behalf.
+        deadline: when the client gives up, on the monotonic clock.
     """
 
     id: str
@@ -38,6 +40,8 @@ class Job:
     n: int
     stop: tuple[str, ...]
     continues: bool = True
+    tenant: str = ""
+    deadline: float | None = None
 
     def requests(self) -> list[Request]:
         """One engine request a choice, the choices of a prompt side by side."""
@@ -46,7 +50,8 @@ class Job:
             for i in range(self.n):
                 seed = None if self.sampling.seed is None else (self.sampling.seed + i) % 2**63
                 sampling = dataclasses.replace(self.sampling, seed=seed)
-                requests.append(Request(f"{self.id}-{len(requests)}", prompt, sampling))
+                name = f"{self.id}-{len(requests)}"
+                requests.append(Request(name, prompt, sampling, self.deadline, self.tenant))
         return requests
 
 

@@ -1,7 +1,8 @@
 """HTTP/1.1 from bytes, with the limits that uvicorn lacks: size of the head, time to send it, time to read an answer.
 
 uvicorn accepts a head of any size, waits for ever for its end, and holds a stream for ever for a reader that has gone
-away. ASGI middleware runs after the head is parsed, so these limits have to be here. Knows sockets and HTTP, no route.
+away. ASGI middleware runs after the head is parsed, so these limits have to be here, and with them what httptools lets
+pass of the ways to read one request as two. Knows sockets and HTTP, no route.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import array
 import asyncio
 import fcntl
+import logging
 import math
 import termios
+import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
@@ -23,11 +28,19 @@ from jaxserve.config import ServerConfig
 from jaxserve.server.openai import error_body
 
 
-class HTTPConfig(uvicorn.Config):
-    """What uvicorn is told, and the limits for the protocol below."""
+logger = logging.getLogger(__name__)
 
-    def __init__(self, app: ASGIApp, limits: ServerConfig) -> None:
+
+def _uncounted(status: int) -> None:
+    """Refusals that nobody counts."""
+
+
+class HTTPConfig(uvicorn.Config):
+    """What uvicorn is told, and the limits for the protocol below; ``refused`` is told each status it answers itself."""
+
+    def __init__(self, app: ASGIApp, limits: ServerConfig, refused: Callable[[int], None] = _uncounted) -> None:
         self.limits = limits
+        self.refused = refused
         super().__init__(
             cast("Any", app),
             http=BoundedProtocol,
@@ -53,8 +66,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, config: HTTPConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self._limits = config.limits
+        self._count_refusal = config.refused
         self._in_head = True
         self._head_bytes = 0
+        self._framing_bytes = 0  # chunk sizes and trailers, since the last byte of a body
+        self._unwanted_bytes = 0  # of a body that came after its answer
+        self._replaying = False
         self._status = HTTPStatus.BAD_REQUEST
         self._receipt: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
@@ -75,13 +92,23 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- what comes in ------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parses, then checks the size of a head that is not complete yet."""
+        """Parses, then checks the size of a head that is not complete yet, and of what is neither head nor body."""
         if self._in_head:
             self._head_bytes += len(data)
             if self._receipt is None and not self._answering():  # another request on a connection that was kept
                 self._expect(self._limits.header_timeout_s)
-        super().data_received(data)
-        if self._in_head and self._head_bytes > self._limits.max_header_bytes and not self.transport.is_closing():
+        self._framing_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stopped:
+            self._ignore_upgrade(data[stopped.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        if self.transport.is_closing():
+            return
+        size = self._head_bytes if self._in_head else self._framing_bytes
+        if size > self._limits.max_header_bytes:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def on_message_begin(self) -> None:
@@ -89,33 +116,79 @@ class BoundedProtocol(HttpToolsProtocol):
 
         Reading would have to stop until then, and a client that hangs up would not be noticed.
         """
+        if self._replaying:
+            return
         if self._answering():
             raise _Refused
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        """A part of the URL."""
+        if not self._replaying:
+            super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Counts lines, so that the parser stops early."""
+        """Counts lines, so that the parser stops early. Trailers are dropped: the head has been acted on by then."""
+        if self._replaying or not self._in_head:
+            return
         if len(self.headers) >= self._limits.max_headers:
             self._status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             raise _Refused
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Checks the exact size of the head, which may have come in one piece with the body."""
+        """Checks the exact size of the head, which may have come in one piece with the body, and what it says."""
+        if self._replaying:
+            return
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._limits.max_header_bytes:
             self._status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             raise _Refused
+        # A URL with a host in it may differ from the Host header, and a proxy may have gone by either.
+        if self.parser.get_http_version() not in ("1.0", "1.1") or not self.url.startswith(b"/") or b"#" in self.url:
+            raise _Refused
         self._in_head = False
+        self._framing_bytes = self._unwanted_bytes = 0
         self._expect(self._limits.body_timeout_s)
+        self.scope["state"]["arrived"] = time.monotonic()
         super().on_headers_complete()
+        if self.expect_100_continue or self.parser.should_upgrade():
+            # If it is refused it may keep its body back: nobody could tell whether what it sends next is one.
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """Passes a piece on. Of a body whose answer is out already a part is read, so that the answer is, too."""
+        self._framing_bytes = 0
+        if self.cycle.response_complete:
+            self._unwanted_bytes += len(body)
+            if self._unwanted_bytes > self._limits.max_body_bytes:
+                self.transport.close()
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Nothing is due until the next request."""
+        if self.parser.should_upgrade():
+            return  # the parser skips the body of such a request; see below
         self._in_head = True
         self._head_bytes = 0
         self._expect(None)
         super().on_message_complete()
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Goes on as if the head had not asked for another protocol; ``rest`` is what came behind it.
+
+        Java's own client asks for HTTP/2 with every first request, and the parser then stops before the body. Another
+        one is shown the head without that line.
+        """
+        framing = (b"content-length", b"transfer-encoding")
+        lines = [name + b": " + value + b"\r\n" for name, value in self.headers if name in framing]
+        self.parser = httptools.HttpRequestParser(self)
+        self._replaying = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(lines))
+        self.parser.feed_data(b"\r\n")
+        self._replaying = False
+        if rest:
+            self.data_received(rest)
 
     def _expect(self, seconds: float | None) -> None:
         """Gives the client so long to complete what it sends; ``None`` for as long as it likes."""
@@ -146,6 +219,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle is not None and cycle.response_started and not (cycle.response_complete and self._in_head):
             self.transport.close()
             return
+        logger.info("not a request", extra={"fields": {"status": self._status.value}})
+        self._count_refusal(self._status.value)
         body = error_body(HTTPException(self._status))
         head = (
             f"HTTP/1.1 {self._status.value} {self._status.phrase}\r\ncontent-type: application/json\r\n"
