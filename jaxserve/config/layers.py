@@ -22,6 +22,8 @@ from jaxserve.config.tree import PREFIX, SETTINGS, Config, Setting, written
 from jaxserve.errors import ConfigError
 
 FILE_VARIABLE = "JAXSERVE_CONFIG"
+# What platforms tell every container: our own variable of the same setting wins.
+PLATFORM_VARIABLES = types.MappingProxyType({"AIP_HEALTH_ROUTE": "server.health_route"})
 DEFAULT = "default"
 
 
@@ -79,6 +81,9 @@ def load(
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[Given]:
     by_variable = {setting.variable: name for name, setting in SETTINGS.items()}
+    for variable, name in PLATFORM_VARIABLES.items():
+        if environ.get(variable):
+            yield Given(name, environ[variable], variable)
     for variable, value in environ.items():
         # Only names with a double underscore are ours: an orchestrator that runs a service called "jaxserve" sets
         # JAXSERVE_PORT and JAXSERVE_SERVICE_HOST in every container.

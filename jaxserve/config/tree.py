@@ -71,6 +71,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: Annotated[CountOrZero, means("requests that wait for a slot; one more is refused at once")] = 256
     queue_timeout_s: Annotated[Seconds, means("longest wait for a slot")] = 60.0
     request_timeout_s: Annotated[Seconds, means("longest life of a request, from arrival to last token")] = 600.0
+    max_tenant_share: Annotated[
+        float, Meta(gt=0, le=1), means("share of `max_concurrency` that one key may hold; below 1, others find a slot")
+    ] = 1.0
+    quarantine_s: Annotated[SecondsOrZero, means("how long a request that made a step fail is refused; 0: never")] = (
+        600.0
+    )
     batch_window_ms: Annotated[
         float, Meta(ge=0, le=1000), means("how long an idle engine waits for company before it starts")
     ] = 0.0
@@ -100,6 +106,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: Annotated[Text, means("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), means("port to listen on; 0: a free one")] = 8000
+    probe_port: Annotated[
+        Auto | Annotated[int, Meta(ge=0, le=65535)] | None, means("port of the probes alone; `auto`: the next one")
+    ] = "auto"
+    health_route: Annotated[
+        Annotated[str, Meta(pattern=r"^(/[\w.~-]+)+$")] | None, means("one more path that answers as /readyz does")
+    ] = None
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**31), means("largest request body, else 413")] = 4 * 2**20
     max_header_bytes: Annotated[int, Meta(ge=1024, le=2**20), means("largest request head, else 431")] = 65_536
     max_headers: Annotated[int, Meta(ge=8, le=1000), means("most header lines of a request, else 431")] = 100
@@ -115,11 +127,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_length: Annotated[int, Meta(ge=1, le=4096), means("longest `stop` string, in characters")] = 256
     max_messages: Annotated[int, Meta(ge=1, le=65536), means("most messages of a chat request")] = 2048
     default_completion_tokens: Annotated[Count, means("`max_tokens` of a completion that names none")] = 16
+    max_preparing: Annotated[int, Meta(ge=1, le=65536), means("requests being received or tokenised at once")] = 64
     tokenize_threads: Annotated[int, Meta(ge=1, le=64), means("threads that render templates and tokenise")] = 2
     lame_duck_s: Annotated[SecondsOrZero, means("after SIGTERM: how long it serves on while not ready")] = 5.0
     drain_s: Annotated[SecondsOrZero, means("after that: how long running requests may still take")] = 30.0
-    heartbeat_limit_s: Annotated[Seconds, means("/livez fails when busy and without a step for this long")] = 60.0
+    drain_reject: Annotated[bool, means("whether it refuses new generations as soon as it drains")] = False
+    heartbeat_limit_s: Annotated[
+        Seconds, means("/livez fails when busy and without a step for this long; after twice as long it exits")
+    ] = 60.0
+    loop_limit_s: Annotated[Seconds, means("/livez fails when the event loop stands still for this long")] = 30.0
     stall_limit_s: Annotated[Seconds, means("/livez fails when start-up stands still for this long")] = 600.0
+    rss_limit_bytes: Annotated[
+        Auto | Bytes | None, means("memory that the process may take; `auto`: what its control group allows")
+    ] = "auto"
+    rss_share: Annotated[float, Meta(gt=0, le=1), means("share of it from which on new generations are refused")] = 0.9
     retry_after_s: Annotated[Seconds, means("`Retry-After` when nothing better is known")] = 1.0
 
 

@@ -26,6 +26,15 @@ class Metrics:
         self.refused = Counter(
             "jaxserve_requests_refused_total", "Requests refused because the queue was full.", registry=registry
         )
+        self.step_failures = Counter(
+            "jaxserve_step_failures_total", "Steps that failed and were recovered from.", registry=registry
+        )
+        self.restored = Counter(
+            "jaxserve_requests_restored_total", "Requests that went on after a failed step.", registry=registry
+        )
+        self.numerical_errors = Counter(
+            "jaxserve_numerical_errors_total", "Requests ended by a number that is not finite.", registry=registry
+        )
         self.finished = Counter(
             "jaxserve_requests_finished_total", "Requests that ended, by reason.", ["reason"], registry=registry
         )
@@ -42,6 +51,39 @@ class Metrics:
         self.dispatches = Counter("jaxserve_dispatches_total", "Programs started.", ["kind"], registry=registry)
         for kind in ("prefill", "run"):
             self.dispatches.labels(kind)
+        self.heartbeat = Gauge(
+            "jaxserve_engine_heartbeat_seconds", "Since the engine's last step while it has work.", registry=registry
+        )
+        self.loop_lag = Gauge(
+            "jaxserve_event_loop_lag_seconds", "Longest delay of the event loop in 15 seconds.", registry=registry
+        )
+        self.stalls = Counter(
+            "jaxserve_stalls_total",
+            "Times that a part stood still for longer than it may.",
+            ["part"],
+            registry=registry,
+        )
+        for part in ("engine", "event_loop"):
+            self.stalls.labels(part)
+        self.shortages = Counter(
+            "jaxserve_shortages_total", "Refusals because a resource ran short.", ["resource"], registry=registry
+        )
+        for resource in ("descriptors", "memory"):
+            self.shortages.labels(resource)
+        self.log_lines_dropped = Counter(
+            "jaxserve_log_lines_dropped_total", "Log lines that could not be written.", registry=registry
+        )
+        self.audit_lines_dropped = Counter(
+            "jaxserve_audit_lines_dropped_total", "Audit lines that could not be written.", registry=registry
+        )
+        self.reload_failures = Counter(
+            "jaxserve_config_reload_failures_total",
+            "Times that a file in use had changed into one of no use.",
+            ["file"],
+            registry=registry,
+        )
+        for file in ("keys", "tls"):
+            self.reload_failures.labels(file)
         self.http = Histogram(
             "jaxserve_http_request_seconds",
             "HTTP requests by method, route and status.",
@@ -53,6 +95,14 @@ class Metrics:
     def observe_http(self, *, method: str, route: str, status: int, seconds: float) -> None:
         """One HTTP request; ``route`` is a route's own path, never what a client sent."""
         self.http.labels(method, route, str(status)).observe(seconds)
+
+    def observe_stall(self, part: str) -> None:
+        """The engine or the event loop stood still for longer than it may."""
+        self.stalls.labels(part).inc()
+
+    def observe_shortage(self, resource: str) -> None:
+        """Somebody was refused because descriptors or memory ran short."""
+        self.shortages.labels(resource).inc()
 
     def _seconds(self, name: str, meaning: str) -> Histogram:
         return Histogram(name, meaning, buckets=SECONDS, registry=self.registry)

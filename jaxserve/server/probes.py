@@ -1,113 +1,112 @@
-"""What the process tells its supervisor: is it alive, is it ready, and how far has it come.
+"""What each probe answers, and where: the routes that supervisors, load balancers and platforms ask.
 
-One state machine, moved by the thread that loads the model and by the server's signal handler, read by the probes.
-Knows no engine: how long a busy engine has stood still comes in as a number of seconds.
+Knows the shapes that they expect: Kubernetes reads the status, the Open Inference Protocol a boolean, people the rest.
+What is true is for ``vitals`` to say. Every word is fixed: no path, no message, nothing that a client sent.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import threading
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve.errors import JaxserveError, ModelNotFound
+from jaxserve.server.openai import error_response
+from jaxserve.server.service import Service
+
+Probe: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-class Phase(enum.StrEnum):
-    """Where the process is between its first breath and its last, in this order."""
+class Probes:
+    """The handlers of one service. None of them waits for anything."""
 
-    STARTING = "starting"
-    LOADING = "loading"
-    VERIFYING = "verifying"
-    COMPILING = "compiling"
-    SELFTEST = "selftest"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._vitals = service.vitals
 
+    async def live(self, _: Request) -> Response:
+        """``GET /livez``: 503 asks for a restart."""
+        alive = self._vitals.alive()
+        return _answer(alive, {"status": "alive" if alive else "dead", "checks": self._vitals.checks()})
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Status:
-    """One moment of the state machine.
+    async def started(self, _: Request) -> Response:
+        """``GET /startupz``: 503 until it has been ready once."""
+        started = self._vitals.started()
+        return _answer(started, {"status": "started" if started else "starting", "progress": self._progress()})
 
-    Attributes:
-        phase: the phase itself.
-        done, total: progress within the phase, in its own unit (files, programs); 0 of 0 where there is none.
-        since: when the phase began, in seconds of the Unix epoch.
-        moved: when anything last changed, in seconds of the monotonic clock.
-        message: why it failed, empty otherwise; for the log and the operator, so no probe shows it.
-    """
-
-    phase: Phase
-    done: int
-    total: int
-    since: float
-    moved: float
-    message: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.phase} {self.done}/{self.total}" if self.total else str(self.phase)
-
-    def body(self) -> dict[str, Any]:
-        """What ``/readyz`` answers, whatever the status code."""
-        return {
-            "status": str(self),
-            "phase": str(self.phase),
-            "progress": {"done": self.done, "total": self.total},
-            "since": int(self.since),
+    async def ready(self, _: Request) -> Response:
+        """``GET /readyz``: 503 while requests should go elsewhere."""
+        model = self._service.model
+        ready = self._vitals.ready()
+        body = {
+            "status": "ready" if ready else self._vitals.state(),
+            "since": int(self._service.readiness.status.since),
+            "checks": self._vitals.checks(),
+            "model": None if model is None else model.id,
+            "progress": self._progress(),
         }
+        return _answer(ready, body)
+
+    async def protocol_live(self, _: Request) -> Response:
+        """``GET /v2/health/live`` of the Open Inference Protocol."""
+        alive = self._vitals.alive()
+        return _answer(alive, {"live": alive})
+
+    async def protocol_ready(self, _: Request) -> Response:
+        """``GET /v2/health/ready`` of the Open Inference Protocol."""
+        ready = self._vitals.ready()
+        return _answer(ready, {"ready": ready})
+
+    async def model_ready(self, request: Request) -> Response:
+        """``GET /v2/models/{model}/ready`` of the Open Inference Protocol; 404 for a model that is not the one here."""
+        ready, model = self._vitals.ready(), self._service.model
+        if model is None:
+            return _answer(False, {"name": None, "ready": False})
+        if request.path_params["model"] != model.id:
+            raise ModelNotFound("The model does not exist here; GET /v1/models lists those that do.", param="model")
+        return _answer(ready, {"name": model.id, "ready": ready})
+
+    def _progress(self) -> dict[str, Any]:
+        status = self._service.readiness.status
+        return {"phase": str(status.phase), "done": status.done, "total": status.total}
 
 
-class Readiness:
-    """The state machine. Every method may be called from any thread.
+def _answer(good: bool, body: Mapping[str, Any]) -> Response:
+    headers = {"cache-control": "no-store"}
+    return Response(msgspec.json.encode(body), 200 if good else 503, headers, media_type="application/json")
 
-    A process goes forwards or fails: nothing leads out of ``failed``, and only that leads out of ``draining``.
-    """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._status = Status(Phase.STARTING, 0, 0, time.time(), clock())
+def probe_routes(service: Service) -> list[Route]:
+    """The routes of every probe, the one that a platform asked for at start included."""
+    at = Probes(service)
+    probes: dict[str, Probe] = {
+        "/livez": at.live,
+        "/startupz": at.started,
+        "/readyz": at.ready,
+        "/health": at.ready,
+        "/ping": at.ready,
+        "/v2/health/live": at.protocol_live,
+        "/v2/health/ready": at.protocol_ready,
+        "/v2/models/{model:path}/ready": at.model_ready,
+    }
+    if service.config.health_route is not None:
+        probes.setdefault(service.config.health_route, at.ready)
+    return [Route(path, probe) for path, probe in probes.items()]
 
-    @property
-    def status(self) -> Status:
-        """The present moment."""
-        return self._status
 
-    def advance(self, phase: str, done: int, total: int) -> None:
-        """Reports progress while starting; has the shape of every ``Progress`` callback of the house."""
-        self._move(Phase(phase), done, total)
+def create_probe_app(service: Service) -> Starlette:
+    """An application of nothing but probes, for a port of its own."""
 
-    def ready(self) -> None:
-        """Everything is verified, compiled and tested: requests may come."""
-        self._move(Phase.READY)
+    async def refuse(_: Request, error: Exception) -> Response:
+        return error_response(error)
 
-    def drain(self) -> None:
-        """Not ready any more, though requests are still served: load balancers look away first."""
-        self._move(Phase.DRAINING)
-
-    def fail(self, message: str) -> None:
-        """Cannot serve, now or later."""
-        self._move(Phase.FAILED, message=message)
-
-    def is_ready(self) -> bool:
-        """Whether new requests should be sent here."""
-        return self._status.phase is Phase.READY
-
-    def alive(self, stall_limit: float) -> bool:
-        """False when failed, or when starting without any progress for ``stall_limit`` seconds."""
-        status = self._status
-        if status.phase is Phase.FAILED:
-            return False
-        started = status.phase in (Phase.READY, Phase.DRAINING)
-        return started or self._clock() - status.moved < stall_limit
-
-    def _move(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
-        with self._lock:
-            old = self._status
-            last = old.phase is Phase.FAILED or (old.phase is Phase.DRAINING and phase is not Phase.FAILED)
-            if last:
-                return
-            since = old.since if phase is old.phase else time.time()
-            self._status = Status(phase, done, total, since, self._clock(), message)
+    handlers: dict[Any, Any] = {HTTPException: refuse, JaxserveError: refuse}
+    app = Starlette(routes=probe_routes(service), exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app

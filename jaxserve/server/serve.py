@@ -1,8 +1,9 @@
-"""Listening, and leaving in two steps.
+"""Listening, and leaving in three steps.
 
 On SIGTERM the service first says that it is not ready and serves on, so that load balancers look away while no
-connection is refused yet. Then it closes the listening socket and lets what runs finish; what has not finished at the
-end of the drain gets an error event. A second signal skips all waiting. The process then exits as one that did as told.
+connection is refused yet. Then it closes the listening socket and lets what runs finish. What has not finished at the
+end of the drain gets an error event, and a moment later the last connections are cut. A second signal skips all
+waiting. The process then exits as one that did as told.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import time
 from types import FrameType
 
 import uvicorn
 
 from jaxserve.config import ServerConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, JaxserveError, ShuttingDown
 from jaxserve.server.app import create_app
-from jaxserve.server.protocol import HTTPConfig
+from jaxserve.server.newcomers import GuardedConfig
 from jaxserve.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 # A peer that vanished without a word is noticed within half a minute. Connections inherit these from the listener.
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+
+BEAT_SECONDS = 0.1
+FAREWELL_SECONDS = 0.5  # for the last error events to leave
+_LAST_ANSWER = (b"connection", b"close")  # while draining: the next request should go elsewhere
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -35,12 +41,32 @@ def listen(config: ServerConfig) -> socket.socket:
     Raises:
         ConfigError: the address is in use or is not ours.
     """
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    return _listen(config.host, config.port, "server.port")
+
+
+def listen_for_probes(config: ServerConfig, main_port: int) -> socket.socket | None:
+    """Opens the socket of the probes alone, if there is to be one; ``main_port`` is what ``listen`` got.
+
+    Raises:
+        ConfigError: the address is in use or is not ours.
+    """
+    if config.probe_port is None:
+        return None
+    param = "server.probe_port"
+    if config.probe_port != "auto":
+        return _listen(config.host, config.probe_port, param)
+    if config.port == 65_535:
+        raise ConfigError("Cannot listen beside port 65535: give the probes a port, or turn theirs off.", param=param)
+    return _listen(config.host, 0 if config.port == 0 else main_port + 1, param)
+
+
+def _listen(host: str, port: int, param: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ConfigError(f"Cannot listen on {config.host}:{config.port}: {reason}.", param="server.port") from None
+        raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.", param=param) from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         option = getattr(socket, name, None)
@@ -52,11 +78,21 @@ def listen(config: ServerConfig) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn's server with an orderly exit; ``run([listener])`` serves until a signal ends it."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(HTTPConfig(create_app(service), service.config))
+    def __init__(self, service: Service, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(GuardedConfig(create_app(service), service))
+        self._tls = tls
         self._service = service
         self._close_at: float | None = None
         self._hurry = False
+        self._error: JaxserveError = ShuttingDown("The server is shutting down.")
+        self._beating: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts the loop's heartbeat, too."""
+        self._beating = asyncio.create_task(self._beat())
+        self._service.access.attach(asyncio.get_running_loop())
+        self.config.ssl = self._tls
+        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
         """The first signal starts the drain, the next one ends it.
@@ -73,16 +109,23 @@ class Server(uvicorn.Server):
         self._close_at = time.monotonic() + wait
         logger.info("draining", extra={"fields": {"signal": signal.Signals(sig).name, "serving_on_s": wait}})
 
-    def abandon(self) -> None:
-        """Ends the service at once because it can never be ready; from any thread, also before it runs."""
+    def abandon(self, error: JaxserveError | None = None) -> None:
+        """Ends the service at once because it can't serve any more; from any thread, also before it runs.
+
+        ``error`` is what running requests are told.
+        """
+        self._error = error or self._error
         self._hurry = True
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether it is time to close."""
-        if self._close_at is not None and time.monotonic() >= self._close_at:
-            self.should_exit = True
-        return await super().on_tick(counter)
+        done = await super().on_tick(counter)
+        if self._close_at is None:
+            return done
+        if _LAST_ANSWER not in self.server_state.default_headers:
+            self.server_state.default_headers = [*self.server_state.default_headers, _LAST_ANSWER]
+        return done or time.monotonic() >= self._close_at
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes the listener, waits for running requests, and ends them when time is up."""
@@ -96,4 +139,14 @@ class Server(uvicorn.Server):
         end = time.monotonic() + self._service.config.drain_s
         while time.monotonic() < end and not self._hurry:  # noqa: ASYNC110 - a signal handler can only set a flag
             await asyncio.sleep(0.05)
-        self._service.running.end()
+        self._service.running.end(self._error)
+        await asyncio.sleep(FAREWELL_SECONDS)
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()  # it reads nothing, or has not yet said what it wants
+
+    async def _beat(self) -> None:
+        pulse = self._service.vitals.pulse
+        while True:
+            begin = time.monotonic()
+            await asyncio.sleep(BEAT_SECONDS)
+            pulse.beat(time.monotonic() - begin - BEAT_SECONDS)

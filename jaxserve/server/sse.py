@@ -16,7 +16,6 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.errors import ShuttingDown
 from jaxserve.server.openai import error_body, error_object
 from jaxserve.server.service import Running
 
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
+    (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
 
@@ -34,11 +33,11 @@ async def attended(receive: Receive, work: Coroutine[Any, Any, T], running: Runn
 
     Raises:
         ClientDisconnect: the client hung up, and ``work`` was cancelled.
-        ShuttingDown: the server had no more time, and ``work`` was cancelled.
+        JaxserveError: what the server gave as its reason when it ended everything, and ``work`` was cancelled.
     """
-    if running.cut:
+    if running.cut is not None:
         work.close()
-        raise ShuttingDown("The server is shutting down.")
+        raise running.why()
     worker: asyncio.Task[Any] = asyncio.create_task(work)
     watcher = asyncio.create_task(_hung_up(receive))
     running.tasks.add(worker)
@@ -47,7 +46,7 @@ async def attended(receive: Receive, work: Coroutine[Any, Any, T], running: Runn
         if not worker.done():
             raise ClientDisconnect
         if worker.cancelled():
-            raise ShuttingDown("The server is shutting down.")
+            raise running.why()
         result: T = worker.result()
         return result
     finally:

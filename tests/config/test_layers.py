@@ -52,6 +52,18 @@ def test_what_an_orchestrator_sets_is_left_alone():
     assert load(environ=environ).config == load(environ={}).config
 
 
+def test_a_platform_tells_the_health_route_and_our_own_variable_wins():
+    environ = {"AIP_HEALTH_ROUTE": "/vertex/health"}
+    loaded = load(environ=environ)
+    assert loaded.config.server.health_route == "/vertex/health"
+    assert loaded.origins["server.health_route"] == "AIP_HEALTH_ROUTE"
+    loaded = load(environ=environ | {"JAXSERVE_SERVER__HEALTH_ROUTE": "off"})
+    assert loaded.config.server.health_route is None
+    for wrong in ("health", "/a b", "/{x}", "/"):
+        with pytest.raises(ConfigError, match=r"^AIP_HEALTH_ROUTE: `server\.health_route` takes"):
+            load(environ={"AIP_HEALTH_ROUTE": wrong})
+
+
 @pytest.mark.parametrize(
     "text",
     ["4x2048,2x64", "[4x2048, 2x64]", "['4 x 2048,2x64']", "[{slots: 4, length: 2048}, 2x64]"],

@@ -1,101 +1,141 @@
-"""The state machine behind the probes."""
+"""What each probe answers: the right status in the shape that who asks expects, and nothing but fixed words."""
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import dataclasses
+import math
 
+import httpx2
+import msgspec
 import pytest
 
-from jaxserve.server.probes import Phase, Readiness
+from jaxserve.errors import DeviceFault
+from jaxserve.server.app import create_app
+from jaxserve.server.probes import create_probe_app, probe_routes
+from jaxserve.server.readiness import Readiness
+
+READY = ("/readyz", "/health", "/ping", "/v2/health/ready", "/v2/models/toy/ready")
+LIVE = ("/livez", "/v2/health/live")
+ALL = (*READY, *LIVE, "/startupz")
 
 
-def test_a_start_goes_through_its_phases():
-    readiness = Readiness()
-    assert str(readiness.status) == "starting"
-    readiness.advance("loading", 3, 12)
-    assert readiness.status.body() | {"since": 0} == {
-        "status": "loading 3/12",
-        "phase": "loading",
-        "progress": {"done": 3, "total": 12},
-        "since": 0,
+@pytest.fixture(params=[create_app, create_probe_app], ids=["main", "own"])
+def get(request, service):
+    """Asks for a path, on the main port and on that of the probes."""
+    app = request.param(service)
+
+    def get(path: str) -> httpx2.Response:
+        async def run() -> httpx2.Response:
+            transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                return await client.get(path)
+
+        return asyncio.run(run())
+
+    return get
+
+
+def codes(get) -> dict[str, int]:
+    """The status of every probe."""
+    return {path: get(path).status_code for path in ALL}
+
+
+def test_a_ready_service(get, service):
+    assert set(codes(get).values()) == {200}
+    body = get("/readyz").json()
+    assert body == {
+        "status": "ready",
+        "since": int(service.readiness.status.since),
+        "checks": {"model": "ok", "engine": "ok", "event_loop": "ok"},
+        "model": "toy",
+        "progress": {"phase": "ready", "done": 0, "total": 0},
     }
-    readiness.advance("compiling", 5, 9)
-    assert str(readiness.status) == "compiling 5/9"
-    readiness.advance("selftest", 0, 0)
-    assert str(readiness.status) == "selftest"
-    assert not readiness.is_ready()
-    readiness.ready()
-    assert readiness.is_ready()
-    assert str(readiness.status) == "ready"
+    assert get("/health").json() == get("/ping").json() == body
+    assert get("/livez").json() == {"status": "alive", "checks": body["checks"]}
+    assert get("/startupz").json()["status"] == "started"
+    assert get("/v2/health/live").json() == {"live": True}
+    assert get("/v2/health/ready").json() == {"ready": True}
+    assert get("/v2/models/toy/ready").json() == {"name": "toy", "ready": True}
+    answer = get("/readyz")
+    assert (answer.headers["content-type"], answer.headers["cache-control"]) == ("application/json", "no-store")
 
 
-@pytest.mark.parametrize("phase", ["", "sleeping"])
-def test_there_are_no_other_phases(phase):
-    with pytest.raises(ValueError):
-        Readiness().advance(phase, 0, 0)
+def test_a_start_says_how_far_it_is(get, service):
+    service.readiness, service.model = Readiness(), None
+    service.readiness.advance("compiling", 17, 24)
+    found = codes(get)
+    assert {path for path in ALL if found[path] == 200} == set(LIVE)
+    assert {found[path] for path in (*READY, "/startupz")} == {503}
+    body = get("/readyz").json()
+    assert (body["status"], body["model"]) == ("compiling", None)
+    assert body["progress"] == {"phase": "compiling", "done": 17, "total": 24}
+    assert body["checks"]["model"] == body["checks"]["engine"] == "absent"
+    assert get("/startupz").json() == {"status": "starting", "progress": body["progress"]}
+    assert get("/v2/models/toy/ready").json() == {"name": None, "ready": False}
 
 
-def test_a_failure_is_final():
-    readiness = Readiness()
-    readiness.fail("The checkpoint is damaged.")
-    readiness.ready()
-    readiness.drain()
-    assert readiness.status.phase is Phase.FAILED
-    assert readiness.status.message == "The checkpoint is damaged."
-    assert "damaged" not in repr(readiness.status.body())
+def test_a_drain(get, service):
+    service.readiness.drain()
+    found = codes(get)
+    assert {found[path] for path in READY} == {503}
+    assert {found[path] for path in (*LIVE, "/startupz")} == {200}
+    assert get("/readyz").json()["status"] == "draining"
+    assert get("/v2/models/toy/ready").json() == {"name": "toy", "ready": False}
 
 
-def test_nothing_but_a_failure_ends_a_drain():
-    readiness = Readiness()
-    readiness.drain()
-    readiness.ready()
-    readiness.advance("loading", 1, 2)
-    assert readiness.status.phase is Phase.DRAINING
-    readiness.fail("x")
-    assert readiness.status.phase is Phase.FAILED
+def test_a_failure_says_no_more_than_that(get, service):
+    service.readiness.fail("/secret/path is damaged")
+    found = codes(get)
+    assert {found[path] for path in (*READY, *LIVE)} == {503}
+    assert get("/livez").json()["status"] == "dead"
+    assert not any("secret" in get(path).text for path in ALL)
 
 
-def test_progress_within_a_phase_keeps_its_beginning():
-    readiness = Readiness()
-    readiness.advance("loading", 1, 2)
-    since = readiness.status.since
-    readiness.advance("loading", 2, 2)
-    assert readiness.status.since == since
+@pytest.mark.parametrize(
+    ("given", "word", "alive"),
+    [
+        ({"heartbeat": lambda: 2.0, "step_limit": lambda: 1.0}, "stalled", True),
+        ({"degraded": lambda: True}, "degraded", True),
+        ({"failure": lambda: DeviceFault("0xdeadbeef is broken")}, "failed", False),
+        ({"heartbeat": lambda: math.inf}, "stalled", False),
+    ],
+)
+def test_an_engine_that_is_not_well(get, service, model, given, word, alive):
+    service.model = dataclasses.replace(model, **given)
+    service.vitals.look()
+    found = codes(get)
+    assert {found[path] for path in READY} == {503}
+    assert {found[path] for path in LIVE} == {200 if alive else 503}
+    body = get("/readyz").json()
+    assert (body["status"], body["checks"]["engine"]) == ("degraded", word)
+    assert "deadbeef" not in get("/readyz").text
 
 
-def test_a_start_that_stands_still_is_dead():
-    now = 0.0
-    readiness = Readiness(clock=lambda: now)
-    readiness.advance("compiling", 1, 9)
-    now = 9.9
-    assert readiness.alive(10.0)
-    now = 10.0
-    assert not readiness.alive(10.0)
-    readiness.advance("compiling", 2, 9)
-    assert readiness.alive(10.0)
-    readiness.ready()
-    now = 1e6
-    assert readiness.alive(10.0)
-    readiness.fail("x")
-    assert not readiness.alive(1e9)
+def test_a_full_queue_is_no_reason_to_look_away(get, engine):
+    engine.active = {str(i) for i in range(10_000)}
+    assert set(codes(get).values()) == {200}
 
 
-def test_threads_see_whole_moments():
-    readiness = Readiness()
-    torn = []
+def test_another_model_is_not_here(get):
+    for path in ("/v2/models/nobody/ready", "/v2/models/..%2f..%2fetc/ready"):
+        answer = get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert "nobody" not in answer.text
 
-    def write() -> None:
-        for i in range(2000):
-            readiness.advance("loading" if i % 2 else "compiling", i, 2 * i)
 
-    def read() -> None:
-        for _ in range(2000):
-            status = readiness.status
-            torn.extend([status] if status.total != 2 * status.done else [])
+def test_a_platform_may_name_a_path_of_its_own(service, get):
+    assert get("/healthz").status_code == 404
+    config = msgspec.structs.replace(service.config, health_route="/healthz")
+    service.config = config
+    assert "/healthz" in {route.path for route in probe_routes(service)}
+    service.config = msgspec.structs.replace(config, health_route="/livez")
+    routes = [route for route in probe_routes(service) if route.path == "/livez"]
+    assert len(routes) == 1  # a path that is taken keeps its meaning
 
-    threads = [threading.Thread(target=work) for work in (write, read, write, read)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torn == []
+
+def test_the_port_of_its_own_has_probes_and_nothing_else(service):
+    main = {route.path for route in create_app(service).routes}
+    own = {route.path for route in create_probe_app(service).routes}
+    assert own < main
+    assert own == {route.path for route in probe_routes(service)}

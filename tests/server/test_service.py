@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
-from jaxserve.errors import NotReady
+from jaxserve.engine.metrics import Metrics
+from jaxserve.errors import NotReady, Overloaded, ShuttingDown
+from jaxserve.server.guards import Memory
 from jaxserve.server.service import Service
 
 
@@ -31,8 +32,27 @@ def test_a_draining_service_still_serves_and_a_failed_one_does_not(service, mode
         service.ready_model()
 
 
-def test_a_busy_engine_without_a_step_is_stalled(service, model, config):
-    assert not service.stalled()
-    for age, stalled in ((config.heartbeat_limit_s - 1, False), (config.heartbeat_limit_s, True)):
-        service.model = dataclasses.replace(model, heartbeat=lambda age=age: age)
-        assert service.stalled() is stalled
+def test_a_drain_may_refuse_what_is_new(service, model, config):
+    service.readiness.drain()
+    assert service.admit() is model
+    service.config = msgspec.structs.replace(config, drain_reject=True)
+    with pytest.raises(ShuttingDown):
+        service.admit()
+    assert service.ready_model() is model
+
+
+def test_short_memory_refuses_generations_and_is_counted(service, model):
+    service.metrics = Metrics()
+    assert service.admit() is model
+    service.memory = Memory(1000, 0.9, resident=lambda: 900)
+    with pytest.raises(Overloaded) as caught:
+        service.admit()
+    assert caught.value.retry_after == service.config.retry_after_s
+    assert service.metrics.shortages.labels("memory")._value.get() == 1
+    assert service.ready_model() is model
+    assert service.vitals.ready()
+
+
+def test_the_memory_limit_may_be_set_or_off(config):
+    for limit, short in ((1024, True), (None, False)):
+        assert Service(config=msgspec.structs.replace(config, rss_limit_bytes=limit)).memory.short() is short
