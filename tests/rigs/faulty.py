@@ -65,12 +65,16 @@ class Illegible:
 
 @dataclasses.dataclass(slots=True)
 class Fault:
-    """``how``: ``error``, ``device`` (a program that fails on the device), ``oom``, or ``nan`` (in the cache)."""
+    """``how``: ``error``, ``device`` (a program that fails on the device), ``oom``, or ``nan`` (in the cache).
+
+    ``skip`` occasions pass before it strikes, then it does ``left`` times.
+    """
 
     phase: str
     how: str
     marked: bool
     left: float
+    skip: int = 0
     fired: int = 0
 
 
@@ -94,12 +98,14 @@ class Injector:
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def fail(self, phase: str, marked: bool = True, times: float | None = None, how: str = "error") -> None:
+    def fail(
+        self, phase: str, marked: bool = True, times: float | None = None, how: str = "error", skip: int = 0
+    ) -> None:
         """From now on ``phase`` fails ``times`` times (without end by default), for marked requests or for any."""
         if phase not in PHASES:
             raise ValueError(phase)
         with self._lock:
-            self._faults.append(Fault(phase, how, marked, times or float("inf")))
+            self._faults.append(Fault(phase, how, marked, times or float("inf"), skip))
 
     def clear(self) -> dict[str, int]:
         """Takes every fault and leak back; how often each phase failed."""
@@ -152,6 +158,13 @@ class Injector:
         """From now on each request leaves ``size`` of something: ``bytes``, ``descriptor``, ``task``, ``slot``."""
         self._leaks[what] += size
 
+    def blame_last(self) -> None:
+        """After a failed step the wrong request is blamed: what a rig must notice."""
+        from jaxserve.engine.recovery import Recovery
+        from jaxserve.errors import EngineError
+
+        Recovery.culprit = lambda self, suspects: (suspects[-1], EngineError("planted"))
+
     def compile(self) -> None:
         """Compiles a program that is not in the plan."""
         import jax
@@ -186,6 +199,9 @@ class Injector:
         with self._lock:
             for fault in self._faults:
                 if fault.phase == phase and fault.left > 0 and (not fault.marked or marked()):
+                    if fault.skip > 0:
+                        fault.skip -= 1
+                        continue
                     fault.left -= 1
                     fault.fired += 1
                     return fault
