@@ -26,6 +26,7 @@ FILE = "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under three names
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_LEAST_WORDS, _MOST_WORDS = 8, 200  # characters of a template's complaint
 _MAX_DEPTH = 64  # of lists and objects in each other
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends with a space to see whether the template trims
 _ENVIRONMENT = TemplateEnvironment()
@@ -161,7 +162,7 @@ class ChatTemplate:
             if restored == text:
                 return Prompt(text, inert)
         if disguise.holds_control(data):
-            raise InvalidRequest("The messages spell control tokens of the model", param="messages")
+            raise InvalidRequest("The messages spell control tokens of the model.", param="messages")
         return Prompt(text)
 
     def encode(
@@ -200,7 +201,9 @@ class ChatTemplate:
         """Everything a client sent, as plain data in the form templates expect."""
         for name in variables:
             if name in _RESERVED or not name.isidentifier() or name.startswith("_"):
-                raise InvalidRequest(f"{name!r} cannot be set for the chat template", param="chat_template_kwargs")
+                raise InvalidRequest(
+                    "'chat_template_kwargs' sets a name that is not free.", param="chat_template_kwargs"
+                )
         try:
             return {
                 "messages": [self._message(index, message) for index, message in enumerate(messages)],
@@ -209,12 +212,12 @@ class ChatTemplate:
                 **_plain(dict(variables)),
             }
         except UnicodeEncodeError:
-            message = "A string in the messages holds a lone surrogate: it is not valid Unicode"
+            message = "A string in the messages holds a lone surrogate: it is not valid Unicode."
             raise InvalidRequest(message, param="messages", code="invalid_string") from None
 
     def _message(self, index: int, message: object) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise InvalidRequest("A message must be an object", param=f"messages[{index}]")
+            raise InvalidRequest("A message must be an object.", param=f"messages[{index}]")
         plain = {key: value for key, value in _plain(message).items() if value is not None}
         reasoning = next((plain[name] for name in _REASONING if name in plain), None)
         if reasoning is not None:
@@ -230,7 +233,7 @@ class ChatTemplate:
         if not continue_final_message:
             return self._run({**data, "add_generation_prompt": add_generation_prompt})
         if add_generation_prompt:
-            message = "continue_final_message and add_generation_prompt exclude each other"
+            message = "'continue_final_message' and 'add_generation_prompt' exclude each other."
             raise InvalidRequest(message, param="continue_final_message")
         data, final = _with_tag(data)
         return _cut_at_tag(self._run({**data, "add_generation_prompt": False}), final)
@@ -241,12 +244,19 @@ class ChatTemplate:
         try:
             return run(self._template, variables, Meter(limits.steps, limits.characters, limits.seconds))
         except jinja2.TemplateError as error:
-            message = _brief(f"The chat template refuses the messages: {error}")
+            message = f"The chat template refuses the messages{self._own_words(error)}."
             raise InvalidRequest(message, param="messages") from error
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            message = _brief(f"The chat template cannot render the messages: {reason}")
+            message = f"The chat template cannot render the messages: {type(error).__name__}."
             raise InvalidRequest(message, param="messages") from error
+
+    def _own_words(self, error: jinja2.TemplateError) -> str:
+        """What may be said of an error: our own words and the template's, never what a client wrote."""
+        said = str(error)
+        if not isinstance(error, LimitExceeded):
+            literals = (text for text in self._literals if len(text) >= _LEAST_WORDS and said.startswith(text))
+            said = max(literals, key=len, default="")
+        return ": " + said.strip(" .:'\"")[:_MOST_WORDS] if said else ""
 
     def _probe(self) -> bool:
         """Tries the template: is it harmless, and does it read content in parts?"""
@@ -276,7 +286,7 @@ def _named_template(value: object) -> str:
 def _plain(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """``value`` rebuilt from plain JSON types: nothing a template could call methods of. Strings must be Unicode."""
     if depth < 0:
-        raise InvalidRequest("The messages are nested too deeply", param="messages")
+        raise InvalidRequest("The messages are nested too deeply.", param="messages")
     if value is None or type(value) in (bool, int, float):
         return value
     if isinstance(value, str):
@@ -286,13 +296,13 @@ def _plain(value: Any, depth: int = _MAX_DEPTH) -> Any:
         return {_plain(key, depth - 1): _plain(item, depth - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, depth - 1) for item in value]
-    raise InvalidRequest(f"The messages hold a {type(value).__name__}, which is not JSON", param="messages")
+    raise InvalidRequest(f"The messages hold a {type(value).__name__}, which is not JSON.", param="messages")
 
 
 def _text_parts(parts: list[Any], place: str) -> list[dict[str, Any]]:
     for index, part in enumerate(parts):
         if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            message = "Only text parts are supported by this model"
+            message = "Only text parts are supported by this model."
             raise InvalidRequest(message, param=f"{place}[{index}]", code="unsupported_content")
     return [{**part, "type": "text"} for part in parts]
 
@@ -321,7 +331,7 @@ def _with_tag(data: dict[str, Any]) -> tuple[dict[str, Any], str]:
     elif isinstance(content, str):
         final, tagged = content, content + _CONTINUE_TAG
     else:
-        raise InvalidRequest("There is no final message with content to continue", param="continue_final_message")
+        raise InvalidRequest("There is no final message with content to continue.", param="continue_final_message")
     return {**data, "messages": [*messages[:-1], {**messages[-1], "content": tagged}]}, final
 
 
@@ -329,12 +339,8 @@ def _cut_at_tag(rendered: str, final: str) -> str:
     tag = _CONTINUE_TAG.strip()
     at = rendered.rfind(tag)
     if at < 0 or final.strip() not in rendered:
-        message = "The chat template changes the final message, so that it cannot be continued"
+        message = "The chat template changes the final message, so that it cannot be continued."
         raise InvalidRequest(message, param="continue_final_message")
     if rendered.startswith(_CONTINUE_TAG, at):
         return rendered[:at]
     return rendered[:at].rstrip()  # the template trims: the space at the end of the message goes as well
-
-
-def _brief(message: str) -> str:
-    return message if len(message) <= 300 else message[:297] + "..."

@@ -175,7 +175,7 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        message = f"The text holds a lone surrogate (U+{ord(text[error.start]):04X}): it is not valid Unicode"
+        message = f"The text holds a lone surrogate (U+{ord(text[error.start]):04X}): it is not valid Unicode."
         raise InvalidRequest(message, code="invalid_string") from None
 
 

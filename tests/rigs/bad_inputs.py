@@ -39,7 +39,7 @@ class Row:
     """One bad input and its answer.
 
     Attributes:
-        kind: which of the 27.
+        kind: which of the 27; 0 for none of them.
         body: a tree to be written as JSON, or bytes as they are; ``None`` for no body.
         headers: besides the host, the length and, for a body, ``content-type: application/json``.
         code, param: of the error object; both ``None`` where the answer is none.
@@ -63,7 +63,7 @@ class Row:
         """The body's bytes."""
         if self.body is None:
             return b""
-        return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+        return self.body if isinstance(self.body, bytes) else json.dumps(self.body, ensure_ascii=False).encode()
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.method} {self.path} {self.content[:60]!r}"
@@ -81,7 +81,7 @@ def text(**fields: Any) -> dict[str, Any]:
 
 def rows(model: Model) -> list[Row]:
     """Every row for a model."""
-    return [*_no_json(), *_numbers(), *_prompts(model), *_fields(model), *_http(model), *_ids()]
+    return [*_no_json(), *_numbers(), *_prompts(model), *_fields(model), *_http(model), *_ids(), *_more()]
 
 
 def _no_json() -> Iterator[Row]:
@@ -255,6 +255,40 @@ def _ids() -> Iterator[Row]:
         (("x-request-id", "x" * 60_000),),
     ):
         yield Row(kind=26, path="/v1/models", method="GET", status=200, headers=headers)
+
+
+def _more() -> Iterator[Row]:
+    """Of no kind of their own, but told just as exactly."""
+
+    def turn(**fields: Any) -> dict[str, Any]:
+        return chat(messages=[{"role": "user", "content": "x"} | fields])
+
+    missing, invalid, unserved = "missing_required_parameter", "invalid_value", "unsupported_parameter"
+    wanted = (
+        (CHAT, chat(messages=[]), "empty_array", "messages"),
+        (CHAT, chat(messages="hi"), "invalid_type", "messages"),
+        (CHAT, turn(role="robot"), invalid, "messages[0].role"),
+        (CHAT, turn(content=None), missing, "messages[0].content"),
+        (CHAT, turn(content=[{"type": "text"}]), missing, "messages[0].content[0].text"),
+        (CHAT, chat(tools=[{"type": "function"}]), unserved, "tools"),
+        (CHAT, chat(chat_template="{{ x }}"), unserved, "chat_template"),
+        (CHAT, chat(use_beam_search=0), unserved, "use_beam_search"),
+        (CHAT, chat(chat_template_kwargs={"chat_template": "x"}), invalid, "chat_template_kwargs"),
+        (CHAT, chat(chat_template_kwargs={"controls": {}}), invalid, "chat_template_kwargs"),
+        (CHAT, chat(chat_template_kwargs={"self": 1}), invalid, "chat_template_kwargs"),
+        (CHAT, chat(top_logprobs=2), invalid, "top_logprobs"),
+        (TEXT, text(prompt=""), invalid, "prompt"),
+        (TEXT, text(logprobs=21), "integer_above_max_value", "logprobs"),
+        (TEXT, text(echo=True), unserved, "echo"),
+        (TEXT, text(best_of=3), invalid, "best_of"),
+        (TEXT, text(suffix="x"), unserved, "suffix"),
+        (GENERATE, text(n=2), "integer_above_max_value", "n"),
+        ("/tokenize", {}, missing, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, missing, "prompt"),
+        ("/detokenize", {}, missing, "tokens"),
+    )
+    for path, body, code, param in wanted:
+        yield Row(kind=0, path=path, body=body, code=code, param=param)
 
 
 # --- every number at its edges and beyond -----------------------------------------------------------------------------
