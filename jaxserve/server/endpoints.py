@@ -1,19 +1,20 @@
-"""What each URL does: parse, check, tokenise, submit, and stream or gather.
+"""What each URL does: admit, read, parse, check, tokenise, submit, and stream or gather.
 
-Knows the order of the steps, and no details of any of them. Everything up to the engine's request happens in a worker
-thread; the event loop only hands over and passes on.
+Knows the order of the steps, and no details of any of them. Who cannot be served is told so before a byte of the body
+is read. From there to the engine's request everything happens in a worker thread; the event loop only hands over and
+passes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import anyio.to_thread
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
@@ -21,12 +22,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxserve.errors import InvalidRequest, ModelNotFound
-from jaxserve.server import params, prompts, wire
+from jaxserve.server import openapi, params, prompts, wire
+from jaxserve.server.admission import Place
 from jaxserve.server.generation import Generation, Job
 from jaxserve.server.parse import parse
 from jaxserve.server.service import ServedModel, Service
 from jaxserve.server.shapes import ChatShape, CompletionShape, Envelope, GenerateShape, MaybeUsage, Shape
 from jaxserve.server.sse import EventStream, attended
+
+_TIMEOUT_HEADER = "x-request-timeout-ms"
+_LONGEST_TIMEOUT_MS = 24 * 3600 * 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,9 +68,16 @@ class Endpoints:
 
     async def _answer(self, request: Request, plan_of: Callable[[bytes, ServedModel, Service], Plan]) -> ASGIApp:
         service = self._service
-        model = service.ready_model()
-        plan = await self._in_thread(plan_of, await request.body(), model, service)
-        generation = Generation.start(plan.job, model)
+        model = service.admit()
+        charge = service.access.enter(request.scope)
+        tenant, deadline = _tenant(request), _deadline(request)
+        model.engine.room(tenant)
+        async with service.admission.place(tenant, deadline) as place:
+            plan = await self._prepare(request, place, plan_of, model, lambda: model.engine.room(tenant))
+        job = dataclasses.replace(plan.job, tenant=tenant, deadline=deadline)
+        charge.reserve(sum(map(len, job.prompts)), len(job.prompts) * job.n * job.sampling.max_tokens)
+        generation = Generation.start(job, model)
+        charge.begin(lambda: generation.completion_tokens)
         if plan.stream:
             return EventStream(
                 _events(plan, generation, request),
@@ -84,15 +96,36 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``: text or messages to token ids."""
         model = self._service.ready_model()
-        return _json(await self._in_thread(_tokenize, await request.body(), model, self._service))
+        self._service.access.enter(request.scope)
+        async with self._service.admission.place(_tenant(request), _deadline(request)) as place:
+            return _json(await self._prepare(request, place, _tokenize, model))
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``: token ids to text."""
         model = self._service.ready_model()
-        return _json(await self._in_thread(_detokenize, await request.body(), model, self._service))
+        self._service.access.enter(request.scope)
+        async with self._service.admission.place(_tenant(request), _deadline(request)) as place:
+            return _json(await self._prepare(request, place, _detokenize, model))
 
-    async def _in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
-        return await anyio.to_thread.run_sync(work, *args, limiter=self._service.threads)
+    # --- on the way to the engine -------------------------------------------------------------------------------------
+
+    async def _prepare(
+        self,
+        request: Request,
+        place: Place,
+        work: Callable[[bytes, ServedModel, Service], Any],
+        model: ServedModel,
+        admit: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Reads the body, waits for a thread and does ``work`` there; ``admit`` may still refuse in its turn."""
+        body = await request.body()
+
+        async def in_turn() -> Any:
+            await place.turn()
+            admit()  # others may have filled the queue meanwhile
+            return await place.run(work, body, model, self._service)
+
+        return await attended(request.receive, in_turn(), self._service.running)
 
     # --- models and metrics -------------------------------------------------------------------------------------------
 
@@ -110,19 +143,9 @@ class Endpoints:
         """``GET /metrics`` in Prometheus's text format."""
         return Response(generate_latest(self._service.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    # --- probes -------------------------------------------------------------------------------------------------------
-
-    async def live(self, _: Request) -> Response:
-        """``GET /livez``: 503 asks to be restarted."""
-        service = self._service
-        alive = service.readiness.alive(service.config.stall_limit_s) and not service.stalled()
-        return _json({"status": "alive" if alive else "dead"}, 200 if alive else 503)
-
-    async def ready(self, _: Request) -> Response:
-        """``GET /readyz``: 503 with phase and progress until requests should come here, and again while draining."""
-        service = self._service
-        ready = service.readiness.is_ready() and service.model is not None and not service.stalled()
-        return _json(service.readiness.status.body(), 200 if ready else 503)
+    async def openapi(self, _: Request) -> Response:
+        """``GET /openapi.json``."""
+        return Response(openapi.encoded(self._service.config), media_type="application/json")
 
 
 async def _events(plan: Plan, generation: Generation, request: Request) -> AsyncGenerator[msgspec.Struct, None]:
@@ -139,6 +162,28 @@ async def _events(plan: Plan, generation: Generation, request: Request) -> Async
     if plan.usage_at_end:
         for event in plan.shape.closing(_usage(generation, request)):
             yield event
+
+
+def _tenant(request: Request) -> str:
+    """On whose behalf: whatever has checked the key has written it down."""
+    return str(request.scope["state"].get("tenant", ""))
+
+
+def _deadline(request: Request) -> float | None:
+    """When the client gives up, on the monotonic clock, if it says so: counted from the end of the request's head.
+
+    Raises:
+        InvalidRequest: it does not say it in whole milliseconds, or twice.
+    """
+    given = request.headers.getlist(_TIMEOUT_HEADER)
+    if not given:
+        return None
+    milliseconds = int(given[0]) if re.fullmatch(r"[0-9]{1,9}", given[0]) else 0
+    if len(given) > 1 or not 1 <= milliseconds <= _LONGEST_TIMEOUT_MS:
+        message = f"The header '{_TIMEOUT_HEADER}' must be a whole number from 1 to {_LONGEST_TIMEOUT_MS}."
+        raise InvalidRequest(message, param=_TIMEOUT_HEADER)
+    arrived: float = request.scope["state"].get("arrived", time.monotonic())
+    return arrived + milliseconds / 1000
 
 
 def _usage(generation: Generation, request: Request) -> wire.Usage:

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxserve.server.audit import digesting
 from jaxserve.server.openai import error_object, error_response
 from jaxserve.server.service import Service
 
@@ -53,8 +54,28 @@ class RequestId:
         await self._app(scope, receive, send_with_id)
 
 
+class SafeHeaders:
+    """Tells browsers to take every answer for what it says it is, and everybody in between to keep none."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Adds ``x-content-type-options`` and, where the answer has none, ``cache-control``."""
+
+        async def send_safe(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+                if not any(name == b"cache-control" for name, _ in headers):
+                    headers.append((b"cache-control", b"no-store"))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_safe)
+
+
 class AccessLog:
-    """Writes one line a request when it is over, and counts it."""
+    """Writes one line a request when it is over, counts it, and has it noted in the audit log."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -67,6 +88,9 @@ class AccessLog:
             return
         status = CLIENT_CLOSED
         begin = time.monotonic()
+        audit = self._service.audit
+        if audit is not None and audit.body_digest:
+            receive = digesting(receive, scope)
 
         async def watched_send(message: Message) -> None:
             nonlocal status
@@ -87,16 +111,30 @@ class AccessLog:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         if self._service.metrics is not None:
             self._service.metrics.observe_http(method=method, route=route, status=status, seconds=seconds)
-        if not self._service.access_log:
-            return
         state = scope["state"]
         fields = {"method": method, "route": route, "status": status, "ms": round(seconds * 1000, 1)}
         if "tokens" in state:
             fields["prompt_tokens"], fields["completion_tokens"] = state["tokens"]
         if "error" in state:
             fields["error"] = state["error"]
+        if state.get("tenant"):
+            fields["key"] = state["tenant"]
         fields["request_id"] = state["request_id"]
-        access.info("request", extra={"fields": fields})
+        if self._service.access_log:
+            access.info("request", extra={"fields": fields})
+        if self._service.audit is not None and not state.get("public"):
+            self._service.audit.write(self._who(scope) | fields)
+
+    def _who(self, scope: Scope) -> dict[str, str | None]:
+        """Who asked whom for what, as far as it is known; never the key itself."""
+        key, model = scope["state"].get("key"), self._service.model
+        return {
+            "key": None if key is None else key.id,
+            "client": None if key is None else key.client,
+            "address": self._service.access.address(scope),
+            "model": None if model is None else model.id,
+            "body_sha256": scope["state"].get("body_sha256"),
+        }
 
 
 class Failures:
@@ -149,7 +187,8 @@ def _ambiguous(scope: Scope) -> bool:
     hosts = sum(name == b"host" for name, _ in headers)
     if hosts > 1 or (hosts == 0 and scope["http_version"] == "1.1"):
         return True
-    return any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in headers)
+    encodings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    return any(value != b"chunked" for value in encodings) or (bool(encodings) and scope["http_version"] == "1.0")
 
 
 class OnlyJSON:

@@ -28,7 +28,7 @@ class GuardedConfig(HTTPConfig):
     """What uvicorn is told, and the service that is guarded."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        super().__init__(app, service.config)
+        super().__init__(app, service.config, service.count_refusal)
         self.http = GuardedProtocol
         self._service = service
         self._said_at = -_QUIET_SECONDS

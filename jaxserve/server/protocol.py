@@ -27,7 +27,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from jaxserve.config import ServerConfig
 from jaxserve.server.openai import error_body
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -36,7 +35,7 @@ def _uncounted(status: int) -> None:
 
 
 class HTTPConfig(uvicorn.Config):
-    """What uvicorn is told, and the limits for the protocol below; ``refused`` is told each status it answers itself."""
+    """What uvicorn is told, and the limits of the protocol below, which tells ``refused`` each status it answers."""
 
     def __init__(self, app: ASGIApp, limits: ServerConfig, refused: Callable[[int], None] = _uncounted) -> None:
         self.limits = limits

@@ -178,6 +178,11 @@ class Service:
         self.memory = Memory(limit, config.rss_share)
         self.admission = Admission(config.max_preparing, config.tokenize_threads, config.retry_after_s)
 
+    def count_refusal(self, status: int) -> None:
+        """Counts an answer to what was no request, so that no route has seen it."""
+        if self.metrics is not None:
+            self.metrics.observe_http(method="other", route="unmatched", status=status, seconds=0.0)
+
     def ready_model(self) -> ServedModel:
         """The model, if requests may come.
 

@@ -197,12 +197,15 @@ def test_a_timeout_of_the_work_itself_is_its_own():
     def fails() -> None:
         raise TimeoutError("mine")
 
+    async def request(admission: Admission) -> None:
+        async with admission.place("", time.monotonic() + 60) as place:
+            await place.turn()
+            await place.run(fails)
+
     async def run():
         admission = Admission(1, 1, 1.0)
         with pytest.raises(TimeoutError, match="mine"):
-            async with admission.place("", time.monotonic() + 60) as place:
-                await place.turn()
-                await place.run(fails)
+            await request(admission)
         await until(lambda: at_rest(admission))
 
     asyncio.run(run())
@@ -228,13 +231,16 @@ def test_an_abandoned_text_keeps_its_thread_until_it_is_read():
 
 
 def test_who_refuses_at_its_turn_gives_the_thread_back():
+    async def request(admission: Admission) -> None:
+        async with admission.place("") as place:
+            await place.turn()
+            raise ValueError("no")
+
     async def run():
         desk = Desk(2)
         desk.release.set()
         with pytest.raises(ValueError, match="no"):
-            async with desk.admission.place("") as place:
-                await place.turn()
-                raise ValueError("no")
+            await request(desk.admission)
         assert at_rest(desk.admission)
         assert await desk.prepare() == "x"
 
@@ -301,6 +307,9 @@ class Leaky(Admission):
 
 
 def test_the_storm_would_notice_a_leak():
-    with pytest.raises(AssertionError):
+    def storms() -> None:
         for seed in range(8):
             storm(seed, Leaky(3, 1, 1.0), 3, 1, patience=1.0)
+
+    with pytest.raises(AssertionError):
+        storms()

@@ -1,4 +1,7 @@
-"""Hostile and broken clients on raw sockets: what uvicorn alone would accept for ever is cut off here."""
+"""Hostile and broken clients on raw sockets: what uvicorn alone would accept for ever is cut off here.
+
+Ways to read one request as two have a table of their own in ``test_protocol_smuggling.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,26 @@ LIMITS = ServerConfig(
     keep_alive_timeout_s=1.0,
     write_timeout_s=0.5,
     drain_s=0.0,
+    max_body_bytes=300_000,
 )
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
 
 class App:
-    """Reads the body, then answers; ``/endless`` writes until the client is gone."""
+    """Reads the body, then answers; ``/endless`` writes until the client is gone, ``/early`` doesn't read."""
 
     def __init__(self) -> None:
         self.disconnected = threading.Event()
         self.calls = 0
+        self.heads: list[dict] = []
 
     async def __call__(self, scope, receive, send) -> None:
         self.calls += 1
+        self.heads.append(scope)
+        if scope["path"] == "/early":
+            await send({"type": "http.response.start", "status": 503, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+            return
         while (message := await receive())["type"] == "http.request" and message["more_body"]:
             pass
         if message["type"] == "http.disconnect":
@@ -63,9 +73,15 @@ def app() -> App:
 
 
 @pytest.fixture
-def address(app) -> Iterator[tuple[str, int]]:
+def refused() -> list[int]:
+    """Statuses of answers that the app knows nothing of."""
+    return []
+
+
+@pytest.fixture
+def address(app, refused) -> Iterator[tuple[str, int]]:
     listener = listen(LIMITS)
-    server = uvicorn.Server(HTTPConfig(app, LIMITS))
+    server = uvicorn.Server(HTTPConfig(app, LIMITS, refused.append))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     yield listener.getsockname()
@@ -223,10 +239,100 @@ def test_a_body_in_time_may_be_followed_by_a_long_answer(address, app):
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
     ],
 )
-def test_what_is_no_http_is_refused(address, request_bytes):
+def test_what_is_no_http_is_refused(address, request_bytes, refused):
     with connect(address) as connection:
         connection.sendall(request_bytes)
         assert code_of(everything(connection)) == (400, "invalid_http")
+    assert refused == [400]
+
+
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
+def test_what_stands_behind_a_body_is_not_in_the_head(address, app):
+    """A gate that has looked at the head must not be shown another one later."""
+    with connect(address) as connection:
+        connection.sendall(CHUNKED + b"2\r\n{}\r\n0\r\nauthorization: Bearer x\r\nhost: y\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    assert [name for name, _ in app.heads[0]["headers"]] == [b"host", b"transfer-encoding"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"2\r\n{}\r\n0\r\nx: ", b"y" * 65536),
+        (b"2\r\n{}\r\n0\r\n", b"a: b\r\n" * 10_000),
+        (b"2;", b"x" * 65536),
+        (b"", b"0" * 65536),
+    ],
+)
+def test_endless_words_between_the_pieces_of_a_body_are_refused(address, app, begin, piece):
+    memory = psutil.Process().memory_info().rss
+    with connect(address) as connection:
+        connection.sendall(CHUNKED + begin)
+        assert pour(connection, piece, 1000) < 20 * 2**20
+        said = everything(connection)
+    assert not said or code_of(said)[0] in (400, 431)
+    assert app.disconnected.wait(2)
+    assert psutil.Process().memory_info().rss - memory < 20 * 2**20
+
+
+def test_a_body_in_pieces_of_one_byte_is_read(address):
+    """Half of the bytes and more are not the body's, and still they are no reason to refuse it."""
+    with connect(address) as connection:
+        connection.sendall(CHUNKED)
+        for _ in range(20):
+            connection.sendall(b"1\r\nx\r\n" * 1000)
+        connection.sendall(b"0\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_many_bodies_in_pieces_of_one_byte_leave_nothing(address):
+    """Triton's own test for its CVE of 2025: a hundred of them and no more memory than before."""
+
+    def send_one() -> None:
+        with connect(address) as connection:
+            connection.sendall(CHUNKED + b"1\r\nx\r\n" * 10_000 + b"0\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+    for _ in range(5):
+        send_one()
+    before = psutil.Process().memory_info().rss
+    for _ in range(100):
+        send_one()
+    assert psutil.Process().memory_info().rss - before < 2**20
+
+
+def test_an_answer_before_the_body_keeps_the_connection(address, app):
+    with connect(address) as connection:
+        connection.sendall(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 503")
+        connection.sendall(b"x" * 200_000 + HEAD + b"content-length: 2\r\n\r\n{}")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    assert app.calls == 2
+
+
+def test_an_unwanted_body_is_not_read_for_ever(address):
+    """Neither however long it is nor however long it takes."""
+    early = b"POST /early HTTP/1.1\r\nhost: x\r\n"
+    with connect(address) as connection:
+        connection.sendall(early + b"transfer-encoding: chunked\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 503")
+        assert pour(connection, b"10000\r\n" + bytes(2**16) + b"\r\n", 1000) < 20 * 2**20
+    with connect(address) as connection:
+        connection.sendall(early + b"content-length: 100\r\n\r\nx")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 503")
+        assert everything(connection) == b""
+
+
+def test_the_clock_of_a_request_starts_with_its_head(address, app):
+    with connect(address) as connection:
+        connection.sendall(HEAD + b"content-length: 2\r\n\r\n")
+        time.sleep(0.1)
+        before = time.monotonic()
+        connection.sendall(b"{}")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    assert before - 0.5 < app.heads[0]["state"]["arrived"] < before
 
 
 def test_a_second_request_may_not_come_early(address, app):
