@@ -89,7 +89,7 @@ class Injector:
         self._pause = 0.0
         self._leaks: Counter[str] = Counter()
         self._kept: list[Any] = []
-        self._dispatches = 0
+        self._runs = 0
         self._cancelled_at: dict[str, int] = {}
         self._freed_after: Counter[int] = Counter()
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -165,11 +165,17 @@ class Injector:
 
         Recovery.culprit = lambda self, suspects: (suspects[-1], EngineError("planted"))
 
+    def lie(self) -> None:
+        """The probes say that all is well, whatever is so: what a rig must notice."""
+        from jaxserve.server.vitals import Vitals
+
+        Vitals.ready = lambda self: True
+
     def compile(self) -> None:
         """Compiles a program that is not in the plan."""
         import jax
 
-        jax.jit(lambda x: x + self._dispatches)(1)
+        jax.jit(lambda x: x + self._runs)(1)
 
     def log(self, lines: int, size: int) -> None:
         """Writes log lines as the server does."""
@@ -177,7 +183,7 @@ class Injector:
             logging.getLogger("jaxserve.rig").info("filling", extra={"fields": {"n": number, "text": "x" * size}})
 
     def facts(self) -> dict[str, Any]:
-        """Counts of what must not leak, and after how many dispatches the slots of cancelled requests were free."""
+        """Counts of what must not leak, and after how many runs the slots of cancelled requests were free."""
         assert self.loop
         tasks = asyncio.run_coroutine_threadsafe(_tasks(), self.loop).result(30)
         pools = self.scheduler._pools
@@ -189,7 +195,7 @@ class Injector:
             "streams": self.engine._crossing.streams,
             "here": self.scheduler.arrivals,
             "freed_after": {str(count): times for count, times in sorted(self._freed_after.items())},
-            "dispatches": self._dispatches,
+            "runs": self._runs,
         }
 
     # --- what the wrapped functions ask -------------------------------------------------------------------------------
@@ -215,10 +221,12 @@ class Injector:
     def pass_by(self, where: str) -> None:
         """Waits here while something is held."""
         self._held[where].wait()
-        if where == "device":
-            self._dispatches += 1
-            if self._pause:
-                time.sleep(self._pause)
+        if where == "device" and self._pause:
+            time.sleep(self._pause)
+
+    def ran(self) -> None:
+        """A run has been dispatched."""
+        self._runs += 1
 
     def arrived(self) -> None:
         """A request has come: leaves behind what shall be left."""
@@ -232,13 +240,13 @@ class Injector:
 
     def cancelled(self, request_id: str) -> None:
         """The reader of a request has left."""
-        self._cancelled_at[request_id] = self._dispatches
+        self._cancelled_at[request_id] = self._runs
 
     def removed(self, scheduler: Any, running: Any, slot: int) -> None:
         """The scheduler has let a request go; it held ``slot``, or none (-1)."""
         at = self._cancelled_at.pop(running.request.id, None)
         if at is not None and slot >= 0:
-            self._freed_after[self._dispatches - at] += 1
+            self._freed_after[self._runs - at] += 1
         if slot >= 0 and self._leaks["slot"]:
             self._leaks["slot"] -= 1
             scheduler._pools[running.pool].free.remove(slot)
@@ -413,6 +421,7 @@ def wrap_programs(injector: Injector) -> None:
     @wrap(Programs, "run")
     def run(original: Any, self: Any, pool: int, state: Any, control: Any, rows: Any, steps: int) -> Any:
         injector.pass_by("device")
+        injector.ran()
         for slot in map(int, np.flatnonzero(control.admit)):
             marked.discard((pool, slot))
             if fresh.pop((pool, slot), False):
