@@ -21,6 +21,8 @@ import yaml
 from jaxserve.config.tree import PREFIX, SETTINGS, Config, Setting, written
 from jaxserve.errors import ConfigError
 
+MAX_FILE_BYTES = 65_536
+MAX_NAME = 100
 FILE_VARIABLE = "JAXSERVE_CONFIG"
 # What platforms tell every container: our own variable of the same setting wins.
 PLATFORM_VARIABLES = types.MappingProxyType({"AIP_HEALTH_ROUTE": "server.health_route"})
@@ -95,7 +97,11 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[Given]:
 
 def _from_file(path: Path) -> Iterator[Given]:
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES:,} bytes.")
+        root = yaml.compose(content.decode("utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
@@ -105,6 +111,9 @@ def _from_file(path: Path) -> Iterator[Given]:
         raise ConfigError(f"{path}{line}: not YAML: {error.problem}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply.") from error
+    _refuse_aliases(root, path)
     sections = {section.name for section in msgspec.structs.fields(Config)}
     for section, place, node in _entries(root, path, ""):
         if section not in sections:
@@ -113,6 +122,21 @@ def _from_file(path: Path) -> Iterator[Given]:
             if name not in SETTINGS:
                 raise ConfigError(f"{place}: no setting `{name}`{_nearest(name, SETTINGS)}.", param=name)
             yield Given(name, _as_written(leaf), place)
+
+
+def _refuse_aliases(root: yaml.Node | None, path: Path) -> None:
+    """A few lines of aliases can stand for gigabytes, or for themselves."""
+    seen: set[int] = set()
+    left = [root] if root is not None else []
+    while left:
+        node = left.pop()
+        if id(node) in seen:
+            raise ConfigError(f"{path}:{node.start_mark.line + 1}: an alias stands for this; write it out.")
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+        elif isinstance(node, yaml.MappingNode):
+            left += [part for pair in node.value for part in pair]
 
 
 def _entries(node: yaml.Node | None, path: Path, prefix: str) -> Iterator[tuple[str, str, yaml.Node]]:
@@ -124,7 +148,10 @@ def _entries(node: yaml.Node | None, path: Path, prefix: str) -> Iterator[tuple[
         raise ConfigError(f"{path}:{node.start_mark.line + 1}: {what} is a mapping of names to values.")
     seen: dict[str, int] = {}
     for key, value in node.value:
-        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode) or len(key.value) > MAX_NAME or not key.value.isprintable():
+            raise ConfigError(f"{path}:{line}: a name is a short word.")
+        name = prefix + key.value
         if name in seen:
             raise ConfigError(f"{path}:{line}: `{name}` is given twice, first in line {seen[name]}.", param=name)
         seen[name] = line
