@@ -183,7 +183,10 @@ class Injector:
             logging.getLogger("jaxserve.rig").info("filling", extra={"fields": {"n": number, "text": "x" * size}})
 
     def facts(self) -> dict[str, Any]:
-        """Counts of what must not leak, and after how many runs the slots of cancelled requests were free."""
+        """Counts of what must not leak, and after how many runs the slots of cancelled requests were free.
+
+        Those that had none yet are counted under -1.
+        """
         assert self.loop
         tasks = asyncio.run_coroutine_threadsafe(_tasks(), self.loop).result(30)
         pools = self.scheduler._pools
@@ -245,8 +248,8 @@ class Injector:
     def removed(self, scheduler: Any, running: Any, slot: int) -> None:
         """The scheduler has let a request go; it held ``slot``, or none (-1)."""
         at = self._cancelled_at.pop(running.request.id, None)
-        if at is not None and slot >= 0:
-            self._freed_after[self._runs - at] += 1
+        if at is not None:
+            self._freed_after[self._runs - at if slot >= 0 else -1] += 1
         if slot >= 0 and self._leaks["slot"]:
             self._leaks["slot"] -= 1
             scheduler._pools[running.pool].free.remove(slot)
