@@ -95,12 +95,28 @@ class PoolPlan:
             start += bucket
         return tuple(chunks)
 
+    def chunks_again(self, prompt: int, known: int) -> tuple[Chunk, ...]:
+        """How a request whose cache is lost is read again: ``known`` tokens, ``prompt`` of them its prompt.
+
+        The chunks of the prompt come last and are those of the first time, so that its entries are the same numbers.
+        What was generated is read before only to put the tokens there; decode steps then read it once more, one by
+        one, as they did at first.
+        """
+        own = self.chunks(prompt - 1)
+        if known == prompt:
+            return own
+        covered = own[-1].start + own[-1].bucket if own else 0
+        return tuple(chunk for chunk in self.chunks(known) if chunk.start + chunk.count > covered) + own
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """One executable: ``prefill`` of one chunk length, or ``run`` of several decode steps, in one pool."""
+    """One executable of one pool.
 
-    kind: Literal["prefill", "run"]
+    ``prefill`` reads a chunk of one length, ``run`` does several decode steps, ``scrub`` empties a slot.
+    """
+
+    kind: Literal["prefill", "run", "scrub"]
     pool: int
     bucket: int = 0
 
@@ -146,6 +162,7 @@ class Plan:
         def of_pool(index: int, pool: PoolPlan) -> Iterator[Program]:
             yield from (Program("prefill", index, bucket) for bucket in pool.buckets)
             yield Program("run", index)
+            yield Program("scrub", index)
 
         return tuple(program for index, pool in enumerate(self.pools) for program in of_pool(index, pool))
 

@@ -90,10 +90,12 @@ def test_it_lists_every_program():
     assert [str(program) for program in programs] == [
         "prefill pool 0 bucket 32",
         "run pool 0",
+        "scrub pool 0",
         "prefill pool 1 bucket 32",
         "prefill pool 1 bucket 128",
         "prefill pool 1 bucket 512",
         "run pool 1",
+        "scrub pool 1",
     ]
 
 
@@ -120,4 +122,4 @@ def test_the_table_tells_everything():
     text = plan(Pool(2, 64)).describe()
     assert "cache, pool 2x64" in text
     assert "2 rows x 64 positions" in text
-    assert "programs: 2" in text
+    assert "programs: 3" in text

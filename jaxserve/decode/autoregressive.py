@@ -41,9 +41,10 @@ class Autoregressive:
         state: DecodeState,
         rows: SamplingRows,
     ) -> Verdict:
-        """The sampled token; the position just read is final."""
+        """The sampled token; the position just read is final. Nothing is sampled while known tokens are read again."""
         scores = logits[:, 0]
         token = choose(scores, rows, state.tokens, state.known)
         one = jnp.ones_like(state.length)
-        count = min(self.alternatives, scores.shape[1])
-        return Verdict(token[:, None], one, one, token_scores(scores, token, rows.alternatives, count), None)
+        count = jnp.where(state.known - state.length > 1, 0, one)
+        most = min(self.alternatives, scores.shape[1])
+        return Verdict(token[:, None], count, one, token_scores(scores, token, rows.alternatives, most), None)

@@ -51,6 +51,12 @@ def run(
     return stepping.run(nnx.merge(graphdef, params), state, control, rows, steps, strategy, max_steps)
 
 
+@partial(jax.jit, donate_argnames=("state",))
+def scrub(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """``decode.step.scrub``, one program a pool."""
+    return stepping.scrub(state, slot)
+
+
 @partial(jax.jit, static_argnames=("graphdef", "strategy"), donate_argnames=("state",))
 def step(
     graphdef: nnx.GraphDef[Any], params: Params, state: DecodeState, rows: SamplingRows, *, strategy: Strategy

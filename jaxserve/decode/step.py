@@ -127,8 +127,9 @@ class Control:
         keep: rows that may go on; the others stop.
         admit: rows that start: their prefix is in the cache up to ``length``.
         length: for admitted rows, positions whose cache entries are final.
-        pending: for admitted rows, the known tokens from ``length`` on, left-aligned.
-        pending_count: how many, at least 1.
+        pending: for admitted rows, the known tokens from ``length`` on, left-aligned, as many as a pass is wide.
+        pending_count: how many there are, at least 1. More than fit into ``pending`` stand in the state already: a
+            prefill has put them there.
     """
 
     keep: Bool[Array, " b"]
@@ -235,13 +236,30 @@ def prefill(
     )
 
 
+def scrub(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """Zeroes a slot: what a request with a non-finite number left there."""
+
+    def blank(leaf: Array) -> Array:
+        row = jnp.zeros((1, *leaf.shape[1:]), leaf.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(leaf, row, slot, axis=0)
+
+    return DecodeState(
+        cache=jax.tree.map(blank, state.cache),
+        tokens=blank(state.tokens),
+        length=state.length.at[slot].set(0),
+        known=state.known.at[slot].set(0),
+        active=state.active.at[slot].set(False),
+        memory=state.memory,
+    )
+
+
 def _apply(state: DecodeState, control: Control) -> DecodeState:
     admit = control.admit
     length = jnp.where(admit, control.length, state.length)
     count = jnp.where(admit, control.pending_count, 0)
     return DecodeState(
         cache=state.cache,
-        tokens=_append(state.tokens, control.pending, length, count),
+        tokens=_append(state.tokens, control.pending, length, jnp.minimum(count, control.pending.shape[1])),
         length=length,
         known=jnp.where(admit, control.length + control.pending_count, state.known),
         active=(state.active & control.keep) | admit,

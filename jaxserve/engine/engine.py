@@ -1,61 +1,35 @@
-"""The tick: schedule, dispatch, deliver what the dispatch before gave.
+"""The tick: schedule, dispatch, deliver what the dispatch before gave; and what happens when a step fails.
 
-Joins the scheduler (who), the programs (how) and the row tables (with what parameters). It runs in one thread; the
-notebook's synchronous ``generate`` and the server's thread both call ``tick``.
+Joins the scheduler (who) and the device (how). It runs in one thread; the notebook's synchronous ``generate`` and the
+server's thread both call ``tick``. Knows no JAX: the device comes in as an argument, and so do clock and randomness.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import jax
-import numpy as np
-
-from jaxserve.decode.step import Emission
+from jaxserve.engine.canary import Canary
+from jaxserve.engine.completion import Answer, Completion
+from jaxserve.engine.device import Admission, Device, Flight, Progress
 from jaxserve.engine.metrics import Metrics
-from jaxserve.engine.programs import CompileWatch, Programs, Progress
-from jaxserve.engine.request import Delta, FinishReason, Limits, Request, TokenLogprob
-from jaxserve.engine.rows import RowTable
-from jaxserve.engine.scheduler import Emitted, Policy, PrefillWork, Running, RunWork, Scheduler
-from jaxserve.errors import EngineError, JaxserveError
+from jaxserve.engine.quarantine import Quarantine
+from jaxserve.engine.recovery import NothingFinite, Recovery
+from jaxserve.engine.request import Delta, FinishReason, Limits, Request
+from jaxserve.engine.scheduler import Ended, Policy, Scheduler
+from jaxserve.engine.work import PrefillWork, Running, RunWork, Tick
+from jaxserve.errors import DeviceFault, EngineError, JaxserveError, NumericalError
 
 logger = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Completion:
-    """A whole answer of the synchronous ``generate``."""
-
-    request: Request
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish_reason: FinishReason
-    error: JaxserveError | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class _Answer:
-    """A completion in the making."""
-
-    request: Request
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: JaxserveError | None = None
-
-    def add(self, delta: Delta) -> None:
-        self.tokens += delta.tokens
-        self.logprobs += delta.logprobs
-        self.finish_reason, self.error = delta.finish_reason, delta.error
-
-    def whole(self) -> Completion:
-        reason = self.finish_reason or FinishReason.ERROR
-        return Completion(self.request, tuple(self.tokens), tuple(self.logprobs), reason, self.error)
+# Failed steps in a row that nobody can be blamed for, before the device is.
+PATIENCE = 3
+# A step is suspicious when it takes this many times as long as the slowest call of the warm-up, and never before that
+# many seconds: readiness follows within a second, and a busy machine's hiccups pass.
+SLOWER, SOONEST = 10.0, 0.75
 
 
 def _ignore(phase: str, done: int, total: int) -> None:
@@ -63,10 +37,10 @@ def _ignore(phase: str, done: int, total: int) -> None:
 
 
 class Engine:
-    """Continuous batching over compiled programs.
+    """Continuous batching over a device.
 
     Args:
-        programs: of one model under one plan; compiled here by ``warm_up``.
+        device: of one model under one plan; compiled here by ``warm_up``.
         policy: what an operator tunes.
         eos: tokens that end every request that does not ignore them.
         clock: seconds, monotonic.
@@ -75,11 +49,16 @@ class Engine:
     Attributes:
         metrics: where everything is counted; may be exchanged between ticks.
         idle: the last tick neither dispatched nor delivered anything; what is here waits for time to pass.
+        beat: when anything last moved, on the engine's clock.
+        step_limit: seconds without a beat that are too long for a step.
+        quarantine: requests that made a step fail.
+        canary: watches the numbers; set it to one with a known answer.
+        recompiles: compilations in this process since the warm-up; must stay 0 while it serves.
     """
 
     def __init__(
         self,
-        programs: Programs,
+        device: Device,
         policy: Policy,
         *,
         eos: Iterable[int] = (),
@@ -87,17 +66,22 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
-        self.plan = programs.plan
+        self.device = device
+        self.plan = device.plan
         self.metrics = metrics or Metrics()
-        self._programs = programs
-        self._scheduler = Scheduler(programs.plan, policy, eos)
-        self._clock = clock
-        self._draw_seed = draw_seed
-        self._rows = [RowTable(self.plan, pool) for pool in self.plan.pools]
-        self._states = [programs.empty(pool) for pool in range(len(self.plan.pools))]
-        self._in_flight: list[tuple[RunWork, Emission]] = []
+        self.clock = clock
+        self.quarantine = Quarantine(policy.quarantine)
+        self.canary = Canary()
         self.idle = True
-        self._watch = CompileWatch(self._count_recompile)
+        self.beat = clock()
+        self.step_limit = SOONEST
+        self.recompiles = 0
+        self._scheduler = Scheduler(device.plan, policy, eos)
+        self._recovery = Recovery(device, self._scheduler.stop_ids, self._move)
+        self._draw_seed = draw_seed
+        self._in_flight: list[tuple[RunWork, Flight]] = []
+        self._unclean: list[tuple[int, int]] = []  # (pool, slot) left by who did not end in a delivery
+        self._unexplained = 0
 
     @property
     def limits(self) -> Limits:
@@ -115,29 +99,38 @@ class Engine:
         return self._scheduler.has_work or bool(self._in_flight)
 
     @property
-    def recompiles(self) -> int:
-        """Compilations in this process since the warm-up; must stay 0 while it serves."""
-        return self._watch.count
+    def degraded(self) -> bool:
+        """Whether the known request was answered wrongly."""
+        return self.canary.sick
+
+    def retry_after(self) -> float:
+        """Seconds until there should be room for one more."""
+        return self._scheduler.retry_after()
 
     def warm_up(self, progress: Progress = _ignore) -> None:
-        """Compiles every program of the plan, calls each once, and watches from then on that nothing compiles."""
-        self._programs.compile(progress)
-        for pool, state in enumerate(self._states):
-            self._states[pool] = self._programs.call_once(pool, state)
-        self._watch.arm()
+        """Compiles every program of the plan, calls each, and watches from then on that nothing compiles."""
+        slowest = self.device.warm_up(progress, self._count_recompile)
+        self.step_limit = max(SOONEST, SLOWER * slowest)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request) -> list[tuple[str, Delta]]:
         """Queues a request.
+
+        Returns:
+            What is to be said to another request that had to give way, see ``Scheduler.submit``.
 
         Raises:
             InvalidRequest, ContextLengthExceeded, Overloaded: at once, see ``Scheduler.submit``.
+            Quarantined: the like of it made a step fail.
         """
+        now = self.clock()
+        self.quarantine.check(request, now)
         seed = request.sampling.seed
         seed = self._draw_seed() if seed is None else seed
-        self._scheduler.submit(request, seed=seed, now=self._clock())
+        gone = self._scheduler.submit(request, seed=seed, now=now)
         self._observe()
+        return self._report(gone)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends a request; its slot is free for the next tick. Nothing more is said about it.
@@ -148,25 +141,31 @@ class Engine:
         if running is not None:
             self._account(running, reason)
 
+    def end_tenant(self, tenant: str, error: JaxserveError) -> list[tuple[str, Delta]]:
+        """Ends every request of a tenant with an error."""
+        return self._report(self._scheduler.end_tenant(tenant, error))
+
     def abandon(self, error: JaxserveError) -> list[tuple[str, Delta]]:
         """Ends every request with an error."""
         self._in_flight = []
-        return self._report(self._scheduler.drop_all(error))
+        return self._report(self._scheduler.end_all(error))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Runs requests to their end, together, in this thread; the answers come in the order of the requests.
 
         Raises:
             InvalidRequest, ContextLengthExceeded: one of them is wrong; then none of them is left behind.
+            DeviceFault: steps fail whoever is in them.
         """
-        answers = {request.id: _Answer(request) for request in requests}
+        answers = {request.id: Answer(request) for request in requests}
         ahead = deque(requests)
         try:
             while ahead or any(answer.finish_reason is None for answer in answers.values()):
+                said = []
                 while ahead and self._scheduler.arrivals < self._scheduler.capacity:
-                    self.submit(ahead[0])
+                    said += self.submit(ahead[0])
                     ahead.popleft()
-                for request_id, delta in self.tick():
+                for request_id, delta in said + self.tick():
                     if request_id in answers:
                         answers[request_id].add(delta)
         finally:
@@ -183,92 +182,156 @@ class Engine:
         """One round; returns what became known about which request.
 
         The next dispatch starts before the last one's tokens are read: the device never waits for the host.
+
+        Raises:
+            DeviceFault: steps fail whoever is in them; the engine cannot go on.
         """
-        tick = self._scheduler.schedule(self._clock())
+        self._move()
+        tick = self._scheduler.schedule(self.beat)
         said = self._report(tick.ended)
-        before = self._in_flight
+        before, self._in_flight = self._in_flight, []
         self.idle = not (tick or before)
         try:
-            self._in_flight = self._dispatch(tick.prefills, tick.runs)
-            for work, emission in before:
-                said += self._deliver(work, emission)
+            self._dispatch(tick, said)
+            for work, flight in before:
+                said += self._deliver(work, flight)
             if tick.prefills and not (tick.runs or before):
                 # Nothing else waits for the device here, and a long prompt must not run ahead of who comes next.
-                jax.block_until_ready([self._states[work.running.pool].length for work in tick.prefills])
+                self.device.wait({work.running.pool for work in tick.prefills})
         except Exception as fault:  # noqa: BLE001 - whatever a device throws, the requests must hear of it
             said += self._recover(fault)
         self._observe()
         return said
 
-    def _dispatch(self, prefills: Iterable[PrefillWork], runs: Iterable[RunWork]) -> list[tuple[RunWork, Emission]]:
-        for work in prefills:
-            running, chunk = work.running, work.chunk
-            tokens = np.zeros(chunk.bucket, np.int32)
-            tokens[: chunk.count] = running.request.prompt[chunk.start : chunk.start + chunk.count]
-            self._states[running.pool] = self._programs.prefill(
-                running.pool, chunk.bucket, self._states[running.pool], running.slot, tokens, chunk.start, chunk.count
-            )
-            self.metrics.dispatches.labels("prefill").inc()
+    def _dispatch(self, tick: Tick, said: list[tuple[str, Delta]]) -> None:
+        while self._unclean:
+            self.device.scrub(*self._unclean.pop())
+        for chunk in tick.prefills:
+            self._prefill(chunk)
+        for work in tick.runs:
+            said += self._admit(work)
+            slots = [slot for slot, running in work.slots if self._scheduler.has(running)]
+            self._in_flight.append((work, self.device.run(work.pool, slots, work.steps)))
+            self.metrics.dispatches.labels("run").inc()
+
+    def _prefill(self, work: PrefillWork) -> None:
+        running, chunk = work.running, work.chunk
+        self.device.prefill(running.pool, running.slot, chunk, running.tokens)
+        self.metrics.dispatches.labels("prefill").inc()
+        if not running.restarts:
             self.metrics.prompt_tokens.inc(chunk.count)
-        return [(work, self._run(work)) for work in runs]
 
-    def _run(self, work: RunWork) -> Emission:
-        pool, table = work.pool, self._rows[work.pool]
-        control = self._programs.idle(pool)
-        for slot, _ in work.slots:
-            control.keep[slot] = True
+    def _admit(self, work: RunWork) -> list[tuple[str, Delta]]:
+        said = []
         for running in work.admitted:
-            slot, prompt = running.slot, running.request.prompt
-            table.set(slot, running.request, self._scheduler.stop_ids(running.request), running.seed)
-            control.admit[slot] = True
-            control.length[slot] = len(prompt) - 1
-            control.pending[slot, 0] = prompt[-1]
-            self.metrics.prompt_tokens.inc()
-            self.metrics.queue_time.observe((running.started or running.arrived) - running.arrived)
-        state, emission = self._programs.run(pool, self._states[pool], control, table.snapshot(), work.steps)
-        self._states[pool] = state
-        self.metrics.dispatches.labels("run").inc()
-        return emission
+            request = running.request
+            try:
+                stop_ids = self._scheduler.stop_ids(request)
+                admission = Admission(request, running.tokens, stop_ids, running.seed, len(request.prompt) - 1)
+                self.device.admit(work.pool, running.slot, admission)
+            except Exception as fault:  # noqa: BLE001 - nothing was dispatched: it is this request's own fault
+                said += self._blame(running, fault)
+                continue
+            if not running.restarts:
+                self.metrics.prompt_tokens.inc()
+                self.metrics.queue_time.observe(running.began - running.arrived)
+        return said
 
-    def _deliver(self, work: RunWork, emission: Emission) -> list[tuple[str, Delta]]:
-        given = jax.device_get(emission)
-        now = self._clock()
+    def _deliver(self, work: RunWork, flight: Flight) -> list[tuple[str, Delta]]:
+        log = flight.read()
+        self._move()
+        said, emitted = [], {}
+        for slot, running in work.slots:
+            if self._scheduler.has(running):
+                try:
+                    emitted[slot] = log.of(slot, running.request.sampling.logprobs)
+                except Exception as fault:  # noqa: BLE001 - the step itself went well
+                    said += self._blame(running, fault)
+        if len(emitted) > 1 and not any(one.finite for one in emitted.values()):
+            raise NothingFinite
         since = {slot: running.last_token for slot, running in work.slots}
-        emitted = {slot: _emitted(given, slot, running) for slot, running in work.slots}
-        deltas = self._scheduler.deliver(work, emitted, now)
+        deltas = self._scheduler.deliver(work, emitted, self.beat)
         for running, delta in deltas:
-            self._measure(running, delta, since[running.slot], now)
-        return self._report(deltas)
+            self._measure(running, delta, since[running.slot])
+            if delta.tokens:
+                self._unexplained = 0
+        return said + self._report(deltas)
+
+    # --- when it fails ------------------------------------------------------------------------------------------------
+
+    def _blame(self, running: Running, fault: Exception) -> list[tuple[str, Delta]]:
+        """A fault of this request alone, on the host: nobody else is touched."""
+        logger.error("a request failed", exc_info=fault, extra={"fields": {"request": running.request.id}})
+        error = EngineError(f"this request failed: {type(fault).__name__}")
+        error.__cause__ = fault
+        return self._report([self._scheduler.end(running, error)])
 
     def _recover(self, fault: Exception) -> list[tuple[str, Delta]]:
-        """A failed step has eaten the donated cache: everyone who held a slot loses it, everyone who waits goes on."""
+        """A failed step has eaten the donated cache: its culprit ends, everybody else goes on where they were.
+
+        Tokens that were in flight are lost and written once more: a draw depends on seed and position alone.
+        """
         logger.error("a step failed", exc_info=fault)
-        error = EngineError(f"a step failed: {type(fault).__name__}")
-        error.__cause__ = fault
+        self.metrics.step_failures.inc()
         self._in_flight = []
-        pools = range(len(self._states))
-        self._states.clear()  # before the new ones take their room
-        self._states += [self._programs.empty(pool) for pool in pools]
-        return self._report(self._scheduler.fail_all(error))
+        held = self._scheduler.restart()
+        found = self._recovery.culprit(held)
+        said = []
+        if found is None:
+            self._unexplained += 1
+            if self._unexplained >= PATIENCE:
+                raise DeviceFault(f"{PATIENCE} steps in a row failed and no request is to blame") from fault
+        else:
+            running, error = found
+            error.__cause__ = fault
+            if not isinstance(error, NumericalError):
+                self.quarantine.add(running.request, self.clock())
+            said = self._report([self._scheduler.end(running, error)])
+        self.device.reset()
+        self._unclean.clear()
+        restored = len(held) - len(said)
+        self.metrics.restored.inc(restored)
+        logger.warning("recovered", extra={"fields": {"restored": restored, "ended": len(said)}})
+        return said
 
     # --- accounts -----------------------------------------------------------------------------------------------------
 
-    def _report(self, deltas: Iterable[tuple[Running, Delta]]) -> list[tuple[str, Delta]]:
+    def _move(self) -> None:
+        self.beat = self.clock()
+
+    def _report(self, ended: Iterable[Ended]) -> list[tuple[str, Delta]]:
         said = []
-        for running, delta in deltas:
+        for running, delta in ended:
             if delta.finish_reason is not None:
-                self._account(running, delta.finish_reason)
-            said.append((running.request.id, delta))
+                self._account(running, delta.finish_reason, clean=delta.error is None)
+            if isinstance(delta.error, NumericalError):
+                self._doubt()
+            if self.canary.is_asked(running.request.id):
+                self.canary.hear(delta)
+            else:
+                said.append((running.request.id, delta))
         return said
 
-    def _account(self, running: Running, reason: FinishReason) -> None:
-        self.metrics.finished.labels(reason.value).inc()
-        self.metrics.request_time.observe(self._clock() - running.arrived)
-        if running.slot >= 0:
-            self._rows[running.pool].clear(running.slot)
+    def _doubt(self) -> None:
+        """Numbers that are none, and too often: is it the requests or the device?"""
+        self.metrics.numerical_errors.inc()
+        now = self.clock()
+        question = self.canary.error(now)
+        if question is not None:
+            logger.warning("non-finite numbers come often: asking the known request")
+            self._scheduler.submit(question, seed=0, now=now, exempt=True)
 
-    def _measure(self, running: Running, delta: Delta, since: float | None, now: float) -> None:
-        count = len(delta.tokens)
+    def _account(self, running: Running, reason: FinishReason, *, clean: bool = False) -> None:
+        self.metrics.finished.labels(reason.value).inc()
+        self.metrics.request_time.observe(self.clock() - running.arrived)
+        if running.slot >= 0:
+            self.device.clear(running.pool, running.slot)
+            if not clean:
+                # What is in flight for it may yet leave a number that is none, and nobody will look.
+                self._unclean.append((running.pool, running.slot))
+
+    def _measure(self, running: Running, delta: Delta, since: float | None) -> None:
+        count, now = len(delta.tokens), self.beat
         self.metrics.generated_tokens.inc(count)
         if since is None and count:
             self.metrics.first_token.observe(now - running.arrived)
@@ -277,27 +340,10 @@ class Engine:
                 self.metrics.inter_token.observe((now - since) / count)
 
     def _count_recompile(self) -> None:
+        self.recompiles += 1
         self.metrics.recompiles.inc()
 
     def _observe(self) -> None:
         self.metrics.running.set(self._scheduler.running)
         self.metrics.waiting.set(self._scheduler.waiting)
         self.metrics.cache_usage.set(self._scheduler.cache_usage)
-
-
-def _emitted(log: Emission, slot: int, running: Running) -> Emitted:
-    """One slot's part of a dispatch's log ``[steps, rows, width]``."""
-    tokens: list[int] = []
-    logprobs: list[TokenLogprob] = []
-    wanted = running.request.sampling.logprobs
-    for step in range(log.count.shape[0]):
-        for index in range(int(log.count[step, slot])):
-            token = int(log.tokens[step, slot, index])
-            tokens.append(token)
-            if wanted is None:
-                continue
-            ids = log.scores.top_ids[step, slot, index, :wanted].tolist()
-            values = log.scores.top[step, slot, index, :wanted].tolist()
-            chosen = float(log.scores.chosen[step, slot, index])
-            logprobs.append(TokenLogprob(token, chosen, tuple(zip(ids, values, strict=True))))
-    return Emitted(tuple(tokens), tuple(logprobs), bool(log.finite[:, slot].all()))

@@ -18,11 +18,11 @@ from flax import nnx
 from jaxserve.decode import jitted
 from jaxserve.decode.sampling import SamplingRows
 from jaxserve.decode.step import Control, DecodeState, Emission, Strategy, empty_state
+from jaxserve.engine.device import Progress
 from jaxserve.engine.rows import RowTable
 from jaxserve.models.family import Family
 from jaxserve.plan import Plan, Program
 
-Progress = Callable[[str, int, int], None]
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -42,24 +42,23 @@ class HostControl:
 
 
 class CompileWatch:
-    """Counts compilations in this process from the moment it is armed; ``on_compile`` is called for each."""
+    """Counts compilations in this process from the moment it is armed."""
 
-    def __init__(self, on_compile: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self._on_compile = on_compile
-        self._armed = False
+        self._on_compile: Callable[[], None] | None = None
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
-    def arm(self) -> None:
-        """From now on a compilation is a fault."""
-        self._armed = True
+    def arm(self, on_compile: Callable[[], None]) -> None:
+        """From now on a compilation is a fault; ``on_compile`` is called for each."""
+        self._on_compile = on_compile
 
     def close(self) -> None:
         """Stops counting. JAX offers no way to take a listener back, so it stays, deaf."""
-        self._armed = False
+        self._on_compile = None
 
     def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:  # noqa: ARG002 - JAX's signature
-        if self._armed and event == COMPILED:
+        if self._on_compile is not None and event == COMPILED:
             self.count += 1
             self._on_compile()
 
@@ -96,14 +95,6 @@ class Programs:
             self._executables[program] = self._trace(program).lower().compile()
         progress("compiling", len(programs), len(programs))
 
-    def call_once(self, pool: int, state: DecodeState) -> DecodeState:
-        """Calls each of a pool's programs, with no request in it; the first call allocates and links."""
-        shape = self.plan.pools[pool]
-        for bucket in shape.buckets:
-            state = self.prefill(pool, bucket, state, 0, np.zeros(bucket, np.int32), 0, 1)
-        rows = RowTable(self.plan, shape).snapshot()
-        return jax.block_until_ready(self.run(pool, state, self.idle(pool), rows, 1))[0]
-
     def workspace_bytes(self) -> dict[Program, int]:
         """What each executable needs beside its arguments and results, by the compiler's own account."""
         return {
@@ -131,6 +122,11 @@ class Programs:
         )
         return after
 
+    def scrub(self, pool: int, state: DecodeState, slot: int) -> DecodeState:
+        """Zeroes a slot; ``state`` is donated."""
+        after: DecodeState = self._executables[Program("scrub", pool)](state, np.int32(slot))
+        return after
+
     def idle(self, pool: int) -> HostControl:
         """A control that stops every row and admits none, to be filled in."""
         rows, width = self.plan.pools[pool].rows, self.strategy.width
@@ -149,6 +145,8 @@ class Programs:
         if program.kind == "prefill":
             tokens = jax.ShapeDtypeStruct((program.bucket,), jnp.int32)
             return jitted.prefill.trace(self._graphdef, self._params, state, scalar, tokens, scalar, scalar)
+        if program.kind == "scrub":
+            return jitted.scrub.trace(state, scalar)
         control = self.idle(program.pool).on_device()
         rows = RowTable(self.plan, pool).snapshot()
         return jitted.run.trace(

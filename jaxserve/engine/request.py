@@ -1,14 +1,15 @@
 """What goes into the engine and what comes out of it: token ids, never text.
 
-Knows sampling parameters, requests, deltas and why a request ends. Knows no device, no thread and no HTTP.
+Knows sampling parameters, requests, their bounds, deltas and why a request ends. Knows no device, thread or HTTP.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ContextLengthExceeded, InvalidRequest, JaxserveError
 
 MAX_SEED = 2**63 - 1
 
@@ -120,3 +121,47 @@ class Limits:
     max_logit_bias: int
     max_stop_token_ids: int
     max_logprobs: int
+
+
+def check(request: Request, limits: Limits) -> None:
+    """Refuses what the compiled programs would get wrong silently: JAX clamps ids and positions out of range.
+
+    Raises:
+        InvalidRequest: naming the parameter.
+        ContextLengthExceeded: the prompt is too long.
+    """
+    sampling, prompt = request.sampling, request.prompt
+    if not prompt:
+        raise InvalidRequest("the prompt holds no token", param="prompt")
+    if len(prompt) > limits.max_input_tokens:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(prompt)} tokens, the limit is {limits.max_input_tokens}", param="prompt"
+        )
+    _check_ids("prompt", prompt, limits.vocab_size)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+    _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], limits.vocab_size)
+    bounds: tuple[tuple[str, float, float, float], ...] = (
+        ("max_tokens", sampling.max_tokens, 0, limits.max_output_tokens),
+        ("min_tokens", sampling.min_tokens, 0, sampling.max_tokens),
+        ("temperature", sampling.temperature, 0, 100),
+        ("top_k", sampling.top_k, 0, 2**31 - 1),
+        ("top_p", sampling.top_p, 1e-9, 1),
+        ("min_p", sampling.min_p, 0, 1),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-3, 1e3),
+        ("presence_penalty", sampling.presence_penalty, -100, 100),
+        ("frequency_penalty", sampling.frequency_penalty, -100, 100),
+        ("seed", sampling.seed or 0, 0, MAX_SEED),
+        ("logprobs", sampling.logprobs or 0, 0, limits.max_logprobs),
+        ("stop_token_ids", len(sampling.stop_token_ids), 0, limits.max_stop_token_ids),
+        ("logit_bias", len(sampling.logit_bias), 0, limits.max_logit_bias),
+        *(("logit_bias", value, -1e4, 1e4) for _, value in sampling.logit_bias),
+    )
+    for name, value, low, high in bounds:
+        if not low <= value <= high:  # NaN is in no interval
+            raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, not {value:g}", param=name)
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {vocab_size}", param=name)

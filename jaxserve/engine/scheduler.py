@@ -1,16 +1,18 @@
 """Who runs when: a pure state machine. Time, ids and what the device gave come in as arguments.
 
-Knows pools, slots, queues, chunks and deadlines. Knows no device, no thread, no clock and no JAX: it runs the same in
-a test that simulates a thousand hours.
+Knows pools, slots, chunks and deadlines. Knows no device, no thread, no clock and no JAX: it runs the same in a test
+that simulates a thousand hours.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 
-from jaxserve.engine.request import MAX_SEED, Delta, FinishReason, Limits, Request, TokenLogprob
+from jaxserve.engine.queue import Queue
+from jaxserve.engine.request import Delta, FinishReason, Limits, Request, check
+from jaxserve.engine.work import Emitted, PrefillWork, Running, RunWork, Tick
 from jaxserve.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -21,7 +23,13 @@ from jaxserve.errors import (
     PlanError,
     QueueTimeout,
 )
-from jaxserve.plan import MODEL_STOP_TOKENS, Chunk, Plan
+from jaxserve.plan import MODEL_STOP_TOKENS, Plan
+
+# How much a new measurement changes an estimate.
+NEW_SHARE = 0.2
+LONGEST_RETRY = 60.0
+
+Ended = tuple[Running, Delta]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +42,8 @@ class Policy:
         queue_timeout: longest wait.
         request_timeout: longest life from arrival to last token.
         batch_window: how long an idle engine waits for company.
+        max_tenant_share: share of ``max_concurrency`` that one tenant may hold.
+        quarantine: how long a request that made a step fail is refused.
     """
 
     max_concurrency: int
@@ -41,73 +51,18 @@ class Policy:
     queue_timeout: float
     request_timeout: float
     batch_window: float
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Running:
-    """A request and all that is needed to start it again from nothing: its tokens and its seed."""
-
-    request: Request
-    pool: int
-    arrived: float
-    seed: int
-    slot: int = -1
-    started: float | None = None
-    chunks: deque[Chunk] = dataclasses.field(default_factory=deque)
-    decoding: bool = False
-    generated: list[int] = dataclasses.field(default_factory=list)
-    first_token: float | None = None
-    last_token: float | None = None
+    max_tenant_share: float = 1.0
+    quarantine: float = 600.0
 
     @property
-    def tokens(self) -> int:
-        """Known tokens, prompt and output."""
-        return len(self.request.prompt) + len(self.generated)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillWork:
-    """One chunk of one prompt."""
-
-    running: Running
-    chunk: Chunk
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunWork:
-    """Decode steps of one pool: who holds which slot, and who of them starts now."""
-
-    pool: int
-    steps: int
-    slots: tuple[tuple[int, Running], ...]
-    admitted: tuple[Running, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tick:
-    """What is dispatched at once, in this order, and the requests that ended without being dispatched."""
-
-    prefills: tuple[PrefillWork, ...]
-    runs: tuple[RunWork, ...]
-    ended: tuple[tuple[Running, Delta], ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.prefills or self.runs)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Emitted:
-    """What a dispatch gave one slot; ``finite`` is false where the model produced a number that is none."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finite: bool
+    def tenant_slots(self) -> int:
+        """Slots that one tenant may hold."""
+        return max(1, int(self.max_concurrency * self.max_tenant_share))
 
 
 class _Pool:
     def __init__(self, slots: int) -> None:
         self.free = list(range(slots))
-        self.waiting: deque[Running] = deque()
         self.running: dict[int, Running] = {}
 
 
@@ -121,7 +76,10 @@ class Scheduler:
         if len(self._eos) > MODEL_STOP_TOKENS:
             raise PlanError(f"the model has {len(self._eos)} end tokens, more than {MODEL_STOP_TOKENS}")
         self._pools = [_Pool(pool.slots) for pool in plan.pools]
+        self._queue = Queue()
         self._by_id: dict[str, Running] = {}
+        self._seconds_per_prompt_token = 0.0
+        self._seconds_per_slot = 0.0
         self.limits = Limits(
             vocab_size=plan.model.vocab_size,
             max_length=plan.max_length,
@@ -137,7 +95,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests without a slot."""
-        return sum(len(pool.waiting) for pool in self._pools)
+        return len(self._queue)
 
     @property
     def running(self) -> int:
@@ -152,13 +110,9 @@ class Scheduler:
     @property
     def cache_usage(self) -> float:
         """Share of all cache positions that hold a known token."""
-        held = sum(running.tokens for pool in self._pools for running in pool.running.values())
-        return held / sum(pool.slots * pool.length for pool in self._plan.pools)
-
-    def stop_ids(self, request: Request) -> tuple[int, ...]:
-        """Tokens that end this request."""
-        own = set(request.sampling.stop_token_ids)
-        return tuple(sorted(own if request.sampling.ignore_eos else own | self._eos))
+        return sum(running.known for running in self._held()) / sum(
+            pool.slots * pool.length for pool in self._plan.pools
+        )
 
     @property
     def arrivals(self) -> int:
@@ -171,10 +125,28 @@ class Scheduler:
         slots = sum(pool.slots for pool in self._plan.pools)
         return min(slots, self._policy.max_concurrency) + self._policy.max_waiting
 
+    def stop_ids(self, request: Request) -> tuple[int, ...]:
+        """Tokens that end this request."""
+        own = set(request.sampling.stop_token_ids)
+        return tuple(sorted(own if request.sampling.ignore_eos else own | self._eos))
+
+    def has(self, running: Running) -> bool:
+        """Whether a request is still here."""
+        return self._by_id.get(running.request.id) is running
+
+    def retry_after(self) -> float:
+        """Seconds until a slot should be free for one more, at the present pace."""
+        slots = min(self._policy.max_concurrency, sum(pool.slots for pool in self._plan.pools))
+        return min(LONGEST_RETRY, max(0.1, (self.waiting + 1) * self._seconds_per_slot / slots))
+
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, *, seed: int, now: float) -> None:
-        """Takes a request into the queue, or refuses it at once.
+    def submit(self, request: Request, *, seed: int, now: float, exempt: bool = False) -> list[Ended]:
+        """Takes a request into the queue, or refuses it at once; one that is ``exempt`` is taken even if it is full.
+
+        Returns:
+            Who had to give way: the last of the longest line when the queue is full and a tenant comes who has less
+            in it.
 
         Raises:
             InvalidRequest: an id in use, a token outside the vocabulary, or parameters past the limits.
@@ -193,11 +165,18 @@ class Scheduler:
                 param="max_tokens",
             )
         running = Running(request, pool, arrived=now, seed=seed)
-        self._pools[pool].waiting.append(running)
-        if self._left_waiting() > self._policy.max_waiting:
-            self._pools[pool].waiting.pop()
-            raise Overloaded(f"{self._policy.max_waiting} requests are waiting already", retry_after=1.0)
         self._by_id[request.id] = running
+        self._queue.push(running)
+        unseated = [] if exempt else self._unseated()
+        if len(unseated) <= self._policy.max_waiting:
+            return []
+        counts = Counter(one.request.tenant for one in unseated)
+        longest = max(counts.values())
+        full = Overloaded(f"{self._policy.max_waiting} requests are waiting already", retry_after=self.retry_after())
+        if counts[request.tenant] == longest:
+            self._remove(running)
+            raise full
+        return [self.end(next(one for one in reversed(unseated) if counts[one.request.tenant] == longest), full)]
 
     def cancel(self, request_id: str) -> Running | None:
         """Forgets a request; its slot is free at once. Unknown ids are ignored: it may just have ended."""
@@ -206,96 +185,130 @@ class Scheduler:
             self._remove(running)
         return running
 
+    def end(self, running: Running, error: JaxserveError) -> Ended:
+        """Ends a request that is here with an error."""
+        self._remove(running)
+        return running, _failed(error)
+
+    def end_tenant(self, tenant: str, error: JaxserveError) -> list[Ended]:
+        """Ends every request of a tenant."""
+        return [self.end(one, error) for one in list(self._by_id.values()) if one.request.tenant == tenant]
+
+    def end_all(self, error: JaxserveError) -> list[Ended]:
+        """Ends every request, those that wait too."""
+        return [self.end(one, error) for one in list(self._by_id.values())]
+
     def schedule(self, now: float) -> Tick:
         """What to dispatch now."""
-        ended = tuple((running, _failed(error)) for running, error in self._expired(now))
-        for running, _ in ended:
-            self._remove(running)
-        finished = tuple(self._admit(now))
+        ended = [self.end(running, error) for running, error in tuple(self._expired(now))]
+        ended += self._admit(now)
         prefills = tuple(self._prefills())
-        return Tick(prefills, tuple(self._runs()), ended + finished)
+        return Tick(prefills, tuple(self._runs()), tuple(ended))
 
-    def deliver(self, work: RunWork, emitted: dict[int, Emitted], now: float) -> list[tuple[Running, Delta]]:
+    def deliver(self, work: RunWork, emitted: dict[int, Emitted], now: float) -> list[Ended]:
         """Takes what a dispatch gave each slot; requests that left meanwhile get nothing."""
         deltas = []
         for slot, running in work.slots:
-            if self._by_id.get(running.request.id) is not running:
+            if not self.has(running):
                 continue
             given = emitted[slot]
             running.generated.extend(given.tokens)
             if given.tokens:
-                running.first_token = running.first_token or now
-                running.last_token = now
+                self._note_tokens(running, len(given.tokens), now)
             delta = self._delta(running, given)
             if delta is None:
                 continue
             deltas.append((running, delta))
             if delta.finish_reason is not None:
+                self._seconds_per_slot = _blend(self._seconds_per_slot, now - running.began)
                 self._remove(running)
         return deltas
 
-    def fail_all(self, error: JaxserveError) -> list[tuple[Running, Delta]]:
-        """Ends every request that holds a slot: their cache is gone."""
-        lost = [running for pool in self._pools for running in pool.running.values()]
-        for running in lost:
-            self._remove(running)
-        return [(running, _failed(error)) for running in lost]
-
-    def drop_all(self, error: JaxserveError) -> list[tuple[Running, Delta]]:
-        """Ends every request, those that wait too."""
-        lost = list(self._by_id.values())
-        for running in lost:
-            self._remove(running)
-        return [(running, _failed(error)) for running in lost]
+    def restart(self) -> list[Running]:
+        """The cache is gone: everyone who holds a slot reads their tokens again and goes on where they were."""
+        held = list(self._held())
+        for running in held:
+            pool = self._plan.pools[running.pool]
+            running.chunks = deque(pool.chunks_again(len(running.request.prompt), running.known))
+            running.decoding = False
+            running.restarts += 1
+        return held
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
-    def _left_waiting(self) -> int:
-        """Requests that would still wait after the next admission."""
-        seated = sum(min(len(pool.waiting), len(pool.free)) for pool in self._pools)
-        return self.waiting - min(seated, self._policy.max_concurrency - self.running)
+    def _held(self) -> Iterator[Running]:
+        return (running for pool in self._pools for running in pool.running.values())
+
+    def _unseated(self) -> list[Running]:
+        """Those who would still wait after the next admission, in order of arrival."""
+        if not self._queue:
+            return []
+        free, room = [len(pool.free) for pool in self._pools], self._policy.max_concurrency - self.running
+        holding, unseated = self._holding(), []
+        for one in sorted(self._queue, key=lambda one: one.arrived):
+            if room and free[one.pool] and holding[one.request.tenant] < self._policy.tenant_slots:
+                room -= 1
+                free[one.pool] -= 1
+                holding[one.request.tenant] += 1
+            else:
+                unseated.append(one)
+        return unseated
+
+    def _holding(self) -> Counter[str]:
+        """Slots by tenant."""
+        return Counter(running.request.tenant for running in self._held())
 
     def _expired(self, now: float) -> Iterator[tuple[Running, JaxserveError]]:
-        for running in list(self._by_id.values()):
+        for running in self._by_id.values():
             deadline, age = running.request.deadline, now - running.arrived
             if deadline is not None and now >= deadline:
                 yield running, DeadlineExceeded("the request's deadline passed before it was done")
             elif age >= self._policy.request_timeout:
                 yield running, DeadlineExceeded(f"the request took longer than {self._policy.request_timeout:g} s")
             elif running.slot < 0 and age >= self._policy.queue_timeout:
-                yield running, QueueTimeout(f"no slot came free within {self._policy.queue_timeout:g} s")
+                error = QueueTimeout(f"no slot came free within {self._policy.queue_timeout:g} s")
+                error.retry_after = self.retry_after()
+                yield running, error
 
-    def _admit(self, now: float) -> Iterator[tuple[Running, Delta]]:
-        if self._gathers(now):
+    def _admit(self, now: float) -> Iterator[Ended]:
+        if not self._queue or self._gathers(now):
             return
+        holding = self._holding()
         while self.running < self._policy.max_concurrency:
-            open_pools = [pool for pool in self._pools if pool.waiting and pool.free]
-            if not open_pools:
+            open_pools = {index for index, pool in enumerate(self._pools) if pool.free}
+            barred = {tenant for tenant, count in holding.items() if count >= self._policy.tenant_slots}
+            running = self._queue.next(open_pools, barred)
+            if running is None:
                 return
-            pool = min(open_pools, key=lambda pool: pool.waiting[0].arrived)
-            running = pool.waiting.popleft()
+            prompt = running.request.prompt
             if running.request.sampling.max_tokens == 0:
-                del self._by_id[running.request.id]
+                self._remove(running)
                 yield running, Delta(finish_reason=FinishReason.LENGTH)
                 continue
+            first_token = now + self._seconds_per_prompt_token * len(prompt)
+            if running.request.deadline is not None and first_token > running.request.deadline:
+                yield self.end(running, DeadlineExceeded("the request's deadline would pass before its first token"))
+                continue
+            self._queue.take(running)
+            holding[running.request.tenant] += 1
+            pool = self._pools[running.pool]
             running.slot = pool.free.pop(0)
             running.started = now
-            running.chunks = deque(self._plan.pools[running.pool].chunks(len(running.request.prompt) - 1))
+            running.chunks = deque(self._plan.pools[running.pool].chunks(len(prompt) - 1))
             pool.running[running.slot] = running
 
     def _gathers(self, now: float) -> bool:
         """Whether an idle engine still waits for company."""
         if self._policy.batch_window <= 0 or self.running:
             return False
-        waiting = [running for pool in self._pools for running in pool.waiting]
         room = min(sum(len(pool.free) for pool in self._pools), self._policy.max_concurrency)
-        oldest = min((running.arrived for running in waiting), default=now)
-        return len(waiting) < room and now - oldest < self._policy.batch_window
+        oldest = min((running.arrived for running in self._queue), default=now)
+        return self.waiting < room and now - oldest < self._policy.batch_window
 
     def _prefills(self) -> Iterator[PrefillWork]:
         """Chunks in order of arrival, as many a tick as one of the largest: who decodes is not held up for longer."""
         budget = max(pool.buckets[-1] for pool in self._plan.pools)
-        filling = [running for pool in self._pools for running in pool.running.values() if not running.decoding]
+        filling = [running for running in self._held() if not running.decoding]
         for running in sorted(filling, key=lambda running: running.arrived):
             while running.chunks:
                 if running.chunks[0].bucket > budget:
@@ -316,6 +329,14 @@ class Scheduler:
             hurry = ready or len(slots) < len(pool.running)
             yield RunWork(index, 1 if hurry else self._plan.steps_per_dispatch, slots, tuple(ready))
 
+    def _note_tokens(self, running: Running, count: int, now: float) -> None:
+        self._queue.written(running, count)
+        if running.first_token is None:
+            running.first_token = now
+            taken = (now - running.began) / len(running.request.prompt)
+            self._seconds_per_prompt_token = _blend(self._seconds_per_prompt_token, taken)
+        running.last_token = now
+
     def _delta(self, running: Running, given: Emitted) -> Delta | None:
         sampling = running.request.sampling
         if not given.finite:
@@ -331,10 +352,9 @@ class Scheduler:
 
     def _remove(self, running: Running) -> None:
         del self._by_id[running.request.id]
-        pool = self._pools[running.pool]
-        if running.slot < 0:
-            pool.waiting.remove(running)
-        else:
+        self._queue.forget(running)
+        if running.slot >= 0:
+            pool = self._pools[running.pool]
             del pool.running[running.slot]
             pool.free.append(running.slot)
             pool.free.sort()
@@ -344,45 +364,5 @@ def _failed(error: JaxserveError) -> Delta:
     return Delta(finish_reason=FinishReason.ERROR, error=error)
 
 
-def check(request: Request, limits: Limits) -> None:
-    """Refuses what the compiled programs would get wrong silently: JAX clamps ids and positions out of range.
-
-    Raises:
-        InvalidRequest: naming the parameter.
-        ContextLengthExceeded: the prompt is too long.
-    """
-    sampling, prompt = request.sampling, request.prompt
-    if not prompt:
-        raise InvalidRequest("the prompt holds no token", param="prompt")
-    if len(prompt) > limits.max_input_tokens:
-        raise ContextLengthExceeded(
-            f"the prompt has {len(prompt)} tokens, the limit is {limits.max_input_tokens}", param="prompt"
-        )
-    _check_ids("prompt", prompt, limits.vocab_size)
-    _check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
-    _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], limits.vocab_size)
-    bounds: tuple[tuple[str, float, float, float], ...] = (
-        ("max_tokens", sampling.max_tokens, 0, limits.max_output_tokens),
-        ("min_tokens", sampling.min_tokens, 0, sampling.max_tokens),
-        ("temperature", sampling.temperature, 0, 100),
-        ("top_k", sampling.top_k, 0, 2**31 - 1),
-        ("top_p", sampling.top_p, 1e-9, 1),
-        ("min_p", sampling.min_p, 0, 1),
-        ("repetition_penalty", sampling.repetition_penalty, 1e-3, 1e3),
-        ("presence_penalty", sampling.presence_penalty, -100, 100),
-        ("frequency_penalty", sampling.frequency_penalty, -100, 100),
-        ("seed", sampling.seed or 0, 0, MAX_SEED),
-        ("logprobs", sampling.logprobs or 0, 0, limits.max_logprobs),
-        ("stop_token_ids", len(sampling.stop_token_ids), 0, limits.max_stop_token_ids),
-        ("logit_bias", len(sampling.logit_bias), 0, limits.max_logit_bias),
-        *(("logit_bias", value, -1e4, 1e4) for _, value in sampling.logit_bias),
-    )
-    for name, value, low, high in bounds:
-        if not low <= value <= high:  # NaN is in no interval
-            raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, not {value:g}", param=name)
-
-
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {vocab_size}", param=name)
+def _blend(old: float, new: float) -> float:
+    return new if old == 0 else old + NEW_SHARE * (new - old)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.decode import jitted
-from jaxserve.engine.engine import Completion
+from jaxserve.engine.completion import Completion
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.launch.golden import PROMPTS
 from jaxserve.launch.loading import LoadedModel

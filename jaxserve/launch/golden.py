@@ -20,6 +20,7 @@ from jaxserve.checkpoint import Progress
 from jaxserve.checkpoint.restore import restore
 from jaxserve.checkpoint.side_files import CONFIG, GOLDENS
 from jaxserve.decode import jitted
+from jaxserve.engine.canary import Canary
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import CheckpointError, SelfTestFailed
@@ -62,7 +63,7 @@ def goldens(folder: Path) -> dict[str, Any]:
 
 
 def self_test(engine: Engine, folder: Path, progress: Progress) -> None:
-    """Lets the engine write the stored tokens.
+    """Lets the engine write the stored tokens, and leaves it the first of them to ask again when in doubt.
 
     Raises:
         SelfTestFailed: it wrote others.
@@ -98,6 +99,7 @@ def self_test(engine: Engine, folder: Path, progress: Progress) -> None:
             raise SelfTestFailed(
                 f"golden {index} of {folder / GOLDENS} is {one['tokens']}, but the model wrote {list(answer.tokens)}"
             )
+    engine.canary = Canary(requests[0], tuple(fitting[0]["tokens"]))
     progress("selftest", len(fitting), len(fitting))
 
 

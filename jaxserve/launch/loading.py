@@ -21,6 +21,7 @@ from jaxserve.checkpoint.store import Store
 from jaxserve.config import Config
 from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.jax_device import JaxDevice
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.scheduler import Policy
@@ -94,7 +95,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
     eos = _end_tokens(tokenizer, generation, hf)
     graphdef = family.graphdef(jnp.dtype(planned.dtype))
     programs = Programs(planned, family, graphdef, params, Autoregressive(planned.max_logprobs))
-    engine = Engine(programs, _policy(config, planned), eos=eos)
+    engine = Engine(JaxDevice(programs), _policy(config, planned), eos=eos)
     engine.warm_up(progress)
     self_test(engine, folder, progress)
     return LoadedModel(
@@ -156,6 +157,8 @@ def _policy(config: Config, planned: Plan) -> Policy:
         queue_timeout=engine.queue_timeout_s,
         request_timeout=engine.request_timeout_s,
         batch_window=engine.batch_window_ms / 1000,
+        max_tenant_share=engine.max_tenant_share,
+        quarantine=engine.quarantine_s,
     )
 
 

@@ -77,7 +77,7 @@ def test_a_cancel_frees_the_slot_and_ends_the_stream(crossing: AsyncEngine, tiny
 
     tokens, last = asyncio.run(serve())
     assert (len(tokens), last.finish_reason) == (2, FinishReason.LENGTH)
-    assert crossing._streams == {}
+    assert crossing._crossing.streams == 0
     assert tiny.metrics.running._value.get() == tiny.metrics.waiting._value.get() == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import jax.numpy as jnp
@@ -10,10 +11,14 @@ import pytest
 
 from jaxserve.config import Pool
 from jaxserve.decode import jitted
-from jaxserve.engine.engine import Completion, Engine
+from jaxserve.engine.canary import Canary
+from jaxserve.engine.completion import Completion
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.jax_device import JaxLog
 from jaxserve.engine.request import FinishReason, Request, SamplingParams
 from jaxserve.engine.scheduler import Policy
-from jaxserve.errors import EngineError, InvalidRequest, NumericalError
+from jaxserve.errors import DeviceFault, EngineError, InvalidRequest, NumericalError, Quarantined
+from jaxserve.plan import PoolPlan
 from jaxserve.testing import TINY_EOS, tiny_engine
 
 
@@ -53,7 +58,7 @@ def test_alone_is_together_bit_for_bit(tiny: Engine):
 
 
 def test_the_log_probabilities_are_those_of_the_whole_pass(tiny: Engine):
-    programs = tiny._programs
+    programs = tiny.device.programs
     for seed in range(6):
         request = mixed(seed)
         request = Request(
@@ -116,47 +121,150 @@ def test_a_cancelled_request_frees_its_slot(tiny: Engine):
     assert tiny.metrics.running._value.get() == 0
 
 
-def test_a_failed_step_is_told_to_those_it_hit():
+class Faults:
+    """Makes the device's calls fail: one of them, or each that carries a marked text."""
+
+    def __init__(self, engine: Engine, monkeypatch, *, kind: str = "run") -> None:
+        self.calls = self.fired = 0
+        self.at: int | None = None
+        self.marked: int | None = None
+        self.broken = False
+        device, call = engine.device, getattr(engine.device, kind)
+
+        def failing(pool, *arguments):
+            self.calls += 1
+            held = engine._scheduler._pools[pool].running.values()
+            poisoned = any(self.marked in one.request.prompt and one.decoding for one in held)
+            if kind == "prefill":
+                poisoned = self.marked in arguments[2][: arguments[1].start + arguments[1].count]
+            trial = kind == "run" and self.marked is not None and self.marked in self.trial
+            if self.calls == self.at or poisoned or trial or self.broken:
+                self.fired += 1
+                raise RuntimeError("INTERNAL: the device is gone")
+            return call(pool, *arguments)
+
+        monkeypatch.setattr(device, kind, failing)
+        admit = device.admit
+        self.trial: set[int] = set()
+
+        def noted(pool, slot, admission):
+            self.trial = self.trial | set(admission.request.prompt) if self.fired else set()
+            admit(pool, slot, admission)
+
+        reset = device.reset
+        monkeypatch.setattr(device, "admit", noted)
+        monkeypatch.setattr(device, "reset", lambda: (self.trial.clear(), reset()))
+
+
+def company(count: int = 10) -> list[Request]:
+    return [
+        dataclasses.replace(mixed(seed), prompt=tuple(token % 200 for token in mixed(seed).prompt))
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 8, 13])
+def test_a_step_that_fails_once_loses_nothing(monkeypatch, at):
     engine = tiny_engine()
-    expected = engine.generate([mixed(4)])[0]
-    run, calls = engine._programs.run, []
+    expected = engine.generate(company())
+    faults = Faults(engine, monkeypatch)
+    faults.at = at
+    answers = engine.generate(company())
+    assert faults.fired == 1
+    assert all(map(same, answers, expected))
+    assert engine.metrics.step_failures._value.get() == 1
+    assert engine.recompiles == 0
+
+
+def test_a_restart_that_forgets_would_be_seen(monkeypatch):
+    engine = tiny_engine()
+    expected = engine.generate(company())
+    faults = Faults(engine, monkeypatch)
+    faults.at = 13
+    monkeypatch.setattr(PoolPlan, "chunks_again", lambda self, prompt, known: self.chunks(prompt - 1))
+    assert not all(map(same, engine.generate(company()), expected))
+
+
+@pytest.mark.parametrize("kind", ["run", "prefill"])
+def test_a_poisoned_request_ends_alone(monkeypatch, kind):
+    engine = tiny_engine()
+    expected = engine.generate(company())
+    faults = Faults(engine, monkeypatch, kind=kind)
+    faults.marked = 222
+    bad = Request("bad", (5, 222, 6, 7), SamplingParams(max_tokens=9, ignore_eos=True))
+    answers = engine.generate([*company()[:3], bad, *company()[3:]])
+    assert isinstance(answers.pop(3).error, EngineError)
+    assert all(map(same, answers, expected))
+    with pytest.raises(Quarantined):
+        engine.submit(dataclasses.replace(bad, id="again"))
+    assert not engine.has_work
+
+
+def test_a_device_that_always_fails_is_given_up(monkeypatch):
+    engine = tiny_engine()
+    faults = Faults(engine, monkeypatch)
+    faults.broken = True
+    with pytest.raises(DeviceFault, match="whoever is in them"):
+        engine.generate(company(2))
+
+
+def test_who_ended_in_the_same_tick_hears_of_it(monkeypatch):
+    engine = tiny_engine()
+    engine.submit(Request("runs", (1, 2), SamplingParams(max_tokens=30, ignore_eos=True)))
+    engine.tick()
+    Faults(engine, monkeypatch).at = 1
+    engine.submit(Request("nothing", (1, 2), SamplingParams(max_tokens=0)))
+    said = dict(engine.tick())
+    assert said["nothing"].finish_reason is FinishReason.LENGTH
+    assert "runs" not in said
+    engine.cancel("runs")
+    assert len(engine.generate([Request("next", (3,), SamplingParams(max_tokens=5, ignore_eos=True))])[0].tokens) == 5
+
+
+@pytest.mark.parametrize("where", ["admit", "of"])
+def test_a_fault_on_the_host_is_its_own_requests(monkeypatch, where):
+    engine = tiny_engine()
+    expected = engine.generate(company(5))
+    owner = engine.device if where == "admit" else JaxLog
+    call, calls = getattr(owner, where), []
 
     def failing(*arguments):
         calls.append(1)
         if len(calls) == 3:
-            raise RuntimeError("the device is gone")
-        return run(*arguments)
+            raise ValueError("a mistake of ours")
+        return call(*arguments)
 
-    engine._programs.run = failing
-    requests = [Request(f"hit-{index}", (1, 2), SamplingParams(max_tokens=30, ignore_eos=True)) for index in range(6)]
-    answers = engine.generate(requests)
-    assert [isinstance(answer.error, EngineError) for answer in answers] == [True] * 4 + [False] * 2
-    assert all(len(answer.tokens) == 30 for answer in answers[4:])
-    assert same(engine.generate([mixed(4)])[0], expected)
+    monkeypatch.setattr(owner, where, failing)
+    answers = engine.generate(company(5))
+    assert [answer.error is not None for answer in answers].count(True) == 1
+    assert all(same(*pair) for pair in zip(answers, expected, strict=True) if pair[0].error is None)
+    assert engine.metrics.step_failures._value.get() == 0
 
 
-def test_a_failed_step_takes_nobody_else_along():
-    """Who ended in the same tick hears of it, who left while the step ran is not needed, and the engine goes on."""
+def test_numbers_that_fail_too_often_make_it_ask(monkeypatch):
+    """A known request is asked; as long as its answer is right the device is trusted."""
+    engine = tiny_engine((Pool(3, 64),))
+    known = Request("known", (5, 6, 7), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    (answer,) = engine.generate([known])
+    params = engine.device.programs._params
+    params["embedding"] = params["embedding"].at[200].set(jnp.nan)
+    rest = Request("rest", (9, 8, 7), SamplingParams(max_tokens=20, ignore_eos=True))
+    for expected in (answer.tokens, (1, 2)):
+        engine.canary = Canary(known, expected)
+        for name in "abc":
+            engine.generate([Request(name, (200, 1), SamplingParams(max_tokens=3))])
+        params["embedding"] = params["embedding"].at[200].set(0.1)
+        engine.generate([rest])
+        assert engine.degraded is (expected != answer.tokens)
+        params["embedding"] = params["embedding"].at[200].set(jnp.nan)
+
+
+def test_no_row_with_a_number_is_the_devices_fault():
     engine = tiny_engine()
-    run = engine._programs.run
-
-    def failing(*arguments):
-        raise RuntimeError("the device is gone")
-
-    engine.submit(Request("runs", (1, 2), SamplingParams(max_tokens=30, ignore_eos=True)))
-    engine.tick()
-    engine._programs.run = failing
-    engine.submit(Request("nothing", (1, 2), SamplingParams(max_tokens=0)))
-    said = dict(engine.tick())
-    assert said["nothing"].finish_reason is FinishReason.LENGTH
-    assert isinstance(said["runs"].error, EngineError)
-    engine.submit(Request("leaves", (1, 2), SamplingParams(max_tokens=30, ignore_eos=True)))
-    engine._programs.run = run
-    engine.tick()
-    engine.cancel("leaves")
-    engine._in_flight = [(engine._in_flight[0][0], None)]  # its step gives nothing that could be read
-    assert engine.tick() == []
-    assert len(engine.generate([Request("next", (3,), SamplingParams(max_tokens=5, ignore_eos=True))])[0].tokens) == 5
+    params = engine.device.programs._params
+    params["embedding"] = params["embedding"] * jnp.nan
+    with pytest.raises(DeviceFault):
+        engine.generate(company(3))
 
 
 def test_generate_leaves_nothing_behind_and_takes_more_than_fit():
@@ -172,7 +280,7 @@ def test_a_number_that_is_none_ends_its_request_alone():
     engine = tiny_engine((Pool(3, 64),), hf=None)
     good = [Request(f"good-{index}", (5, 6, 7 + index), SamplingParams(max_tokens=9, seed=1)) for index in range(2)]
     clean = engine.generate(good)
-    params = engine._programs._params
+    params = engine.device.programs._params
     params["embedding"] = params["embedding"].at[200].set(jnp.nan)  # tied: its score is no number for anybody
     engine.generate([Request("bad", (200, 1), SamplingParams(max_tokens=3))])
     (bad,) = engine.generate([Request("bad", (200, 1), SamplingParams(max_tokens=3))])

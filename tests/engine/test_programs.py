@@ -10,10 +10,10 @@ from jaxserve.engine.programs import CompileWatch
 
 def test_the_watch_counts_from_the_moment_it_is_armed():
     heard = []
-    watch = CompileWatch(lambda: heard.append(1))
+    watch = CompileWatch()
     jax.jit(lambda x: x * 3 + 1)(jnp.arange(11))
     assert watch.count == 0
-    watch.arm()
+    watch.arm(lambda: heard.append(1))
     jax.jit(lambda x: x * 5 + 1)(jnp.arange(12))
     assert watch.count == len(heard) >= 1
     watch.close()
@@ -23,7 +23,7 @@ def test_the_watch_counts_from_the_moment_it_is_armed():
 
 
 def test_exactly_the_plan_is_compiled(tiny):
-    programs = tiny._programs
+    programs = tiny.device.programs
     assert tuple(programs._executables) == tiny.plan.programs()
     assert set(programs.workspace_bytes()) == set(tiny.plan.programs())
     assert max(programs.workspace_bytes().values()) <= tiny.plan.workspace_bytes

@@ -1,16 +1,16 @@
-"""The scheduler as a state machine, with a device that is a hash: any leak, loss or swap changes what comes out."""
+"""The scheduler's rules, one by one; `tests/rigs/simulate.py` tries them all together."""
 
 from __future__ import annotations
 
-import hashlib
-import random
-from collections import defaultdict
+import dataclasses
+from collections import Counter
 
 import pytest
 
 from jaxserve.config import EngineConfig, Pool
-from jaxserve.engine.request import FinishReason, Request, SamplingParams
-from jaxserve.engine.scheduler import Emitted, Policy, Scheduler, check
+from jaxserve.engine.request import FinishReason, Request, SamplingParams, check
+from jaxserve.engine.scheduler import Policy, Scheduler
+from jaxserve.engine.work import Emitted
 from jaxserve.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -36,145 +36,21 @@ def request(name: str, prompt: int = 5, **sampling) -> Request:
     return Request(name, tuple(range(48, 48 + prompt)), SamplingParams(**{"max_tokens": 6, **sampling}))
 
 
-def next_token(tokens: list[int]) -> int:
-    return hashlib.blake2b(repr(tokens).encode(), digest_size=4).digest()[0] % 40 + 8  # never the end token
-
-
-class HashDevice:
-    """Slots that hold tokens. The next token is a hash of what stands in the slot, nothing else."""
-
-    def __init__(self) -> None:
-        self.slots: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self.active: dict[tuple[int, int], int] = {}
-
-    def run(self, tick):
-        for work in tick.prefills:
-            chunk, held = work.chunk, self.slots[work.running.pool, work.running.slot]
-            self.active.pop((work.running.pool, work.running.slot), None)
-            del held[chunk.start :]
-            held += work.running.request.prompt[chunk.start : chunk.start + chunk.count]
-        return [(work, self._decode(work)) for work in tick.runs]
-
-    def _decode(self, work):
-        for running in work.admitted:
-            at = (work.pool, running.slot)
-            length = len(running.request.prompt)
-            del self.slots[at][length - 1 :]
-            self.slots[at].append(running.request.prompt[-1])
-            self.active[at] = length + running.request.sampling.max_tokens
-        emitted = {}
-        for slot, _ in work.slots:
-            at, new = (work.pool, slot), []
-            for _ in range(work.steps):
-                if at in self.active:
-                    new.append(next_token(self.slots[at]))
-                    self.slots[at].append(new[-1])
-                    if len(self.slots[at]) >= self.active[at]:
-                        del self.active[at]
-            emitted[slot] = Emitted(tuple(new), (), finite=True)
-        return emitted
-
-
-def oracle(request: Request) -> list[int]:
-    tokens = list(request.prompt)
-    for _ in range(request.sampling.max_tokens):
-        tokens.append(next_token(tokens))
-    return tokens[len(request.prompt) :]
-
-
-def play(machine: Scheduler, device: HashDevice, now: float = 0.0, flight=()):
-    """Ticks until nothing is left, one dispatch ahead as the engine does it; returns tokens and last deltas."""
-    tokens, last = defaultdict(list), {}
-    for _ in range(500):
-        if not machine.has_work and not flight:
-            break
+def play(machine: Scheduler, ticks: int = 300, start: float = 0.0) -> list[str]:
+    """Ticks until nothing is left, each step giving one token; returns ids in the order of admission."""
+    order = []
+    for turn in range(ticks):
+        now = start + turn / 100
         tick = machine.schedule(now)
-        before, flight = flight, device.run(tick)
-        said = list(tick.ended) + [line for work, given in before for line in machine.deliver(work, given, now)]
-        for running, delta in said:
-            tokens[running.request.id] += delta.tokens
-            last[running.request.id] = delta
-        now += 0.01
-    return tokens, last
-
-
-def test_everyone_gets_what_is_theirs():
-    machine = scheduler(Pool(2, 64), Pool(1, 128))
-    requests = [request(str(index), prompt=1 + 7 * index, max_tokens=1 + index) for index in range(8)]
-    for one in requests:
-        machine.submit(one, seed=0, now=0.0)
-    tokens, last = play(machine, HashDevice())
-    assert {one.id: tokens[one.id] for one in requests} == {one.id: oracle(one) for one in requests}
-    assert {delta.finish_reason for delta in last.values()} == {FinishReason.LENGTH}
-    assert (machine.running, machine.waiting, machine.has_work, machine.cache_usage) == (0, 0, False, 0.0)
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_a_swarm_of_faults(seed):
-    """Cancels, deadlines, failed steps at random: who is not hit gets the oracle's tokens, and slots come back."""
-    dice = random.Random(seed)
-    machine = scheduler(Pool(dice.randint(1, 3), 64), Pool(1, 128), steps=dice.randint(1, 5))
-    device, flight, now = HashDevice(), [], 0.0
-    tokens, last, requests, gone = defaultdict(list), {}, {}, set()
-    for turn in range(300):
-        now += dice.random() / 50
-        if len(requests) < 25 and dice.random() < 0.3:
-            deadline = now + 0.05 if dice.random() < 0.1 else None
-            made = request(f"r{turn}", dice.randint(1, 60), max_tokens=dice.randint(1, 40))
-            made = Request(made.id, made.prompt, made.sampling, deadline)
-            try:
-                machine.submit(made, seed=0, now=now)
-                requests[made.id] = made
-            except Overloaded:
-                assert machine.waiting >= POLICY.max_waiting
-        if requests and dice.random() < 0.05:
-            victim = dice.choice(list(requests))
-            gone.add(victim)
-            machine.cancel(victim)
-        if dice.random() < 0.01:
-            flight, device = [], HashDevice()
-            said = machine.fail_all(EngineError("a step failed"))
-        else:
-            tick = machine.schedule(now)
-            before, flight = flight, device.run(tick)
-            said = list(tick.ended) + [line for work, given in before for line in machine.deliver(work, given, now)]
-        for running, delta in said:
-            assert running.request.id not in gone
-            assert running.request.id not in last
-            tokens[running.request.id] += delta.tokens
-            if delta.finish_reason is not None:
-                last[running.request.id] = delta
-        assert machine.running <= sum(pool.slots for pool in machine._plan.pools)
-    more, ends = play(machine, device, now, flight)
-    for name, part in more.items():
-        tokens[name] += part
-    last |= ends
+        for work in tick.runs:
+            order += [running.request.id for running in work.admitted]
+            given = {
+                slot: Emitted((9,) * min(work.steps, one.request.sampling.max_tokens - len(one.generated)), (), True)
+                for slot, one in work.slots
+            }
+            machine.deliver(work, given, now)
     assert not machine.has_work
-    assert all(
-        pool.free == list(range(plan.slots)) for pool, plan in zip(machine._pools, machine._plan.pools, strict=True)
-    )
-    for name, made in requests.items():
-        expected = oracle(made)
-        assert tokens[name] == expected[: len(tokens[name])]
-        if name in last and last[name].finish_reason is FinishReason.LENGTH:
-            assert tokens[name] == expected
-        else:
-            assert name in gone or last[name].finish_reason is FinishReason.ERROR
-
-
-def test_the_swarm_would_see_a_leak():
-    """A device that leaves one token of the slot's last tenant behind gives somebody other tokens."""
-
-    class Leaky(HashDevice):
-        def _decode(self, work):
-            for running in work.admitted:
-                self.slots[work.pool, running.slot].insert(0, 1)
-            return super()._decode(work)
-
-    machine = scheduler()
-    machine.submit(request("a", prompt=20), seed=0, now=0.0)
-    tokens, _ = play(machine, Leaky())
-    assert tokens["a"] != oracle(request("a", prompt=20))
+    return order
 
 
 def test_the_queue_is_bounded_and_first_come_first_served():
@@ -204,20 +80,101 @@ def test_free_slots_are_no_queue():
 
 def test_a_pool_with_a_queue_does_not_starve_another():
     machine = scheduler(Pool(2, 64), Pool(1, 128), policy=Policy(2, 50, 60, 600, 0))
-    device, flight = HashDevice(), []
     for index in range(20):
         machine.submit(request(f"short-{index}", max_tokens=3), seed=0, now=index / 100)
         if index == 3:
             machine.submit(request("long", prompt=60, max_tokens=20), seed=0, now=0.035)
-    order = []
-    for turn in range(200):
-        tick = machine.schedule(1.0 + turn / 100)
-        order += [running.request.id for work in tick.runs for running in work.admitted]
-        before, flight = flight, device.run(tick)
-        for work, given in before:
-            machine.deliver(work, given, 1.0 + turn / 100)
-    assert not machine.has_work
-    assert order.index("long") <= 6
+    assert play(machine, start=1.0).index("long") <= 6
+
+
+def of(tenant: str, name: str, **sampling) -> Request:
+    return dataclasses.replace(request(name, **sampling), tenant=tenant)
+
+
+def test_who_had_least_is_next():
+    machine = scheduler(Pool(2, 64), policy=Policy(2, 100, 60, 600, 0))
+    for index in range(20):
+        machine.submit(of("greedy", f"g{index}"), seed=0, now=0.0)
+    for index in range(4):
+        machine.submit(of("quiet", f"q{index}"), seed=0, now=1.0)
+    first = play(machine, start=1.0)[:10]
+    assert Counter(name[0] for name in first)["q"] == 4
+
+
+def test_when_the_queue_is_full_the_longest_line_gives_way():
+    machine = scheduler(Pool(1, 64), policy=Policy(1, 4, 60, 600, 0))
+    for index in range(5):
+        machine.submit(of("greedy", f"g{index}"), seed=0, now=float(index))
+    with pytest.raises(Overloaded):
+        machine.submit(of("greedy", "g5"), seed=0, now=6.0)
+    ((gone, delta),) = machine.submit(of("quiet", "q0"), seed=0, now=7.0)
+    assert (gone.request.id, type(delta.error)) == ("g4", Overloaded)
+    machine.submit(of("quiet", "q1"), seed=0, now=8.0)
+    with pytest.raises(Overloaded):
+        machine.submit(of("quiet", "q2"), seed=0, now=9.0)
+    assert machine.waiting == 5  # one of them has a free slot
+
+
+def test_a_share_leaves_slots_for_others():
+    machine = scheduler(Pool(4, 64), policy=Policy(4, 100, 60, 600, 0, max_tenant_share=0.75))
+    for index in range(9):
+        machine.submit(of("greedy", f"g{index}"), seed=0, now=0.0)
+    machine.schedule(0.0)
+    assert (machine.running, machine.waiting) == (3, 6)
+    machine.submit(of("quiet", "q"), seed=0, now=0.1)
+    tick = machine.schedule(0.1)
+    assert machine.running == 4
+    assert "q" in [work.running.request.id for work in tick.prefills]
+
+
+def test_a_deadline_that_cannot_be_met_costs_nothing():
+    machine = scheduler(Pool(1, 64))
+    machine.submit(request("slow"), seed=0, now=0.0)
+    (work,) = machine.schedule(0.0).runs
+    machine.deliver(work, {0: Emitted((9,) * 6, (), True)}, 5.0)  # a second for each token of the prompt
+    machine.submit(dataclasses.replace(request("late"), deadline=9.0), seed=0, now=5.0)
+    machine.submit(dataclasses.replace(request("fine"), deadline=11.0), seed=0, now=5.0)
+    tick = machine.schedule(5.0)
+    assert [(running.request.id, type(delta.error)) for running, delta in tick.ended] == [("late", DeadlineExceeded)]
+    assert [running.request.id for running in tick.runs[0].admitted] == ["fine"]
+
+
+def test_the_wait_is_estimated():
+    machine = scheduler(Pool(2, 64), policy=Policy(2, 100, 60, 600, 0))
+    assert machine.retry_after() == pytest.approx(0.1)
+    machine.submit(request("a"), seed=0, now=0.0)
+    (work,) = machine.schedule(0.0).runs
+    machine.deliver(work, {0: Emitted((9,) * 6, (), True)}, 4.0)
+    for index in range(9):
+        machine.submit(request(str(index)), seed=0, now=4.0)
+    assert machine.retry_after() == pytest.approx(10 * 4.0 / 2)
+
+
+def test_a_restart_reads_everything_again_and_the_prompt_as_before():
+    machine = scheduler(Pool(2, 64))
+    machine.submit(request("a", prompt=20, max_tokens=30), seed=0, now=0.0)
+    before = machine.schedule(0.0)
+    machine.deliver(before.runs[0], {0: Emitted((9,) * 17, (), True)}, 0.1)
+    (running,) = machine.restart()
+    tick = machine.schedule(0.2)
+    chunks = [work.chunk for work in tick.prefills]
+    while not tick.runs:
+        tick = machine.schedule(0.2)
+        chunks += [work.chunk for work in tick.prefills]
+    own = [work.chunk for work in before.prefills]
+    assert chunks[-len(own) :] == own
+    assert {at for chunk in chunks for at in range(chunk.start, chunk.start + chunk.bucket)} >= set(range(37))
+    assert tick.runs[0].admitted == (running,)
+
+
+def test_a_tenant_ends_alone():
+    machine = scheduler(Pool(1, 64))
+    for tenant in "abab":
+        machine.submit(of(tenant, f"{tenant}{machine.arrivals}"), seed=0, now=0.0)
+    machine.schedule(0.0)
+    gone = machine.end_tenant("a", EngineError("no"))
+    assert [running.request.id for running, _ in gone] == ["a0", "a2"]
+    assert (machine.running, machine.waiting) == (0, 2)
 
 
 def test_times_run_out():

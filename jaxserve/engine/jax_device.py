@@ -1,0 +1,155 @@
+"""The device as it is: the plan's compiled programs, the states they work on, and the rows beside them.
+
+Knows how a dispatch is put together and how its log is read. Knows no queue and no time but that of a warm-up call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import numpy as np
+
+from jaxserve.decode.step import Emission
+from jaxserve.engine.device import Admission, Flight, Progress
+from jaxserve.engine.programs import CompileWatch, Programs
+from jaxserve.engine.request import Request, SamplingParams, TokenLogprob
+from jaxserve.engine.rows import RowTable
+from jaxserve.engine.work import Emitted
+from jaxserve.plan import Chunk, Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JaxLog:
+    """An emission on the host: arrays ``[steps, rows, width]``."""
+
+    emission: Emission
+
+    def of(self, slot: int, logprobs: int | None) -> Emitted:
+        """One slot's part."""
+        log = self.emission
+        tokens: list[int] = []
+        scores: list[TokenLogprob] = []
+        for step in range(log.count.shape[0]):
+            for index in range(int(log.count[step, slot])):
+                token = int(log.tokens[step, slot, index])
+                tokens.append(token)
+                if logprobs is None:
+                    continue
+                ids = log.scores.top_ids[step, slot, index, :logprobs].tolist()
+                values = log.scores.top[step, slot, index, :logprobs].tolist()
+                chosen = float(log.scores.chosen[step, slot, index])
+                scores.append(TokenLogprob(token, chosen, tuple(zip(ids, values, strict=True))))
+        return Emitted(tuple(tokens), tuple(scores), bool(log.finite[:, slot].all()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JaxFlight:
+    """An emission under way."""
+
+    emission: Emission
+
+    def read(self) -> JaxLog:
+        """Waits for it."""
+        return JaxLog(jax.device_get(self.emission))
+
+
+class JaxDevice:
+    """``engine.device.Device`` over compiled programs.
+
+    Attributes:
+        programs: the executables.
+        compile_watch: counts compilations after the warm-up.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+        self.compile_watch = CompileWatch()
+        self._pools = range(len(programs.plan.pools))
+        self._rows = [RowTable(programs.plan, pool) for pool in programs.plan.pools]
+        self._controls = [programs.idle(pool) for pool in self._pools]
+        self._states = [programs.empty(pool) for pool in self._pools]
+
+    @property
+    def plan(self) -> Plan:
+        """Every static shape."""
+        return self.programs.plan
+
+    def warm_up(self, progress: Progress, on_compile: Callable[[], None]) -> float:
+        """Compiles every program and calls each twice: the first call allocates and links, the second is timed."""
+        self.programs.compile(progress)
+        for pool in self._pools:
+            self._call_all(pool)
+        slowest = max(self._call_all(pool) for pool in self._pools)
+        self.compile_watch.arm(on_compile)
+        return slowest
+
+    def reset(self) -> None:
+        """Every pool empty. The old states go first, to leave the new ones their room."""
+        self._states.clear()
+        self._states += [self.programs.empty(pool) for pool in self._pools]
+        self._controls = [self.programs.idle(pool) for pool in self._pools]
+
+    def prefill(self, pool: int, slot: int, chunk: Chunk, tokens: Sequence[int]) -> None:
+        """Reads a chunk."""
+        padded = np.zeros(chunk.bucket, np.int32)
+        known = tokens[chunk.start : chunk.start + chunk.bucket]
+        padded[: len(known)] = known
+        self._states[pool] = self.programs.prefill(
+            pool, chunk.bucket, self._states[pool], slot, padded, chunk.start, chunk.count
+        )
+
+    def admit(self, pool: int, slot: int, admission: Admission) -> None:
+        """Fills the slot's rows."""
+        self._rows[pool].set(slot, admission.request, admission.stop_ids, admission.seed)
+        control, pending = self._controls[pool], admission.tokens[admission.length :]
+        width = min(len(pending), control.pending.shape[1])
+        control.pending[slot, :width] = pending[:width]
+        control.pending_count[slot] = len(pending)
+        control.length[slot] = admission.length
+        control.admit[slot] = True
+
+    def run(self, pool: int, slots: Iterable[int], steps: int) -> Flight:
+        """Dispatches a run."""
+        control, self._controls[pool] = self._controls[pool], self.programs.idle(pool)
+        for slot in slots:
+            control.keep[slot] = True
+        rows = self._rows[pool].snapshot()
+        self._states[pool], emission = self.programs.run(pool, self._states[pool], control, rows, steps)
+        return JaxFlight(emission)
+
+    def clear(self, pool: int, slot: int) -> None:
+        """Empties the slot's row, so that what it asked for costs nothing any more."""
+        self._rows[pool].clear(slot)
+        self._controls[pool].admit[slot] = False
+
+    def scrub(self, pool: int, slot: int) -> None:
+        """Zeroes the slot."""
+        self._states[pool] = self.programs.scrub(pool, self._states[pool], slot)
+
+    def wait(self, pools: Iterable[int]) -> None:
+        """Until the states are there."""
+        jax.block_until_ready([self._states[pool].length for pool in pools])
+
+    def _call_all(self, pool: int) -> float:
+        """Calls each of a pool's programs at its dearest, every slot full; returns the seconds of the slowest call."""
+        shape, steps, times = self.plan.pools[pool], self.plan.steps_per_dispatch, []
+        for bucket in shape.buckets:
+            began = time.monotonic()
+            self.prefill(pool, 0, Chunk(shape.positions - bucket, 1, bucket), ())
+            self.wait((pool,))
+            times.append(time.monotonic() - began)
+        prompt = (0,) * max(1, shape.length - steps)
+        request = Request("warm-up", prompt, SamplingParams(max_tokens=steps, temperature=0.0))
+        for slot in range(shape.slots):
+            self.admit(pool, slot, Admission(request, prompt, (), 0, len(prompt) - 1))
+        began = time.monotonic()
+        self.run(pool, range(shape.slots), steps).read()
+        times.append(time.monotonic() - began)
+        for slot in range(shape.slots):
+            self.clear(pool, slot)
+            self.scrub(pool, slot)
+        self.wait((pool,))
+        return max(times)

@@ -1,0 +1,121 @@
+"""Both sides of the crossing, played in turn; the threads are tested in test_async_engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxserve.config import EngineConfig, Pool
+from jaxserve.engine.crossing import Crossing
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.request import FinishReason, Request, SamplingParams
+from jaxserve.engine.scheduler import Policy
+from jaxserve.errors import Forbidden, InvalidRequest, Overloaded, Quarantined, ShuttingDown
+from jaxserve.plan import ModelShape, make_plan
+from jaxserve.testing import HashDevice
+
+PLAN = make_plan(
+    ModelShape(200, 1000, 8, 4096, 8, 2, 16),
+    EngineConfig(pools=(Pool(2, 64),), prefill_buckets=(16, 32)),
+    dtype="float32",
+    dtype_bytes=4,
+    memory_limit=2**40,
+)
+
+
+@pytest.fixture
+def woken() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def crossing(woken) -> Crossing:
+    engine = Engine(HashDevice(PLAN), Policy(2, 2, 60, 600, 0), clock=lambda: 0.0)
+    return Crossing(engine, lambda: woken.append(1))
+
+
+def ask(name: str, tenant: str = "", **sampling) -> Request:
+    return Request(name, (50, 51), SamplingParams(**{"max_tokens": 6, "seed": 1, **sampling}), tenant=tenant)
+
+
+def turn(crossing: Crossing, ticks: int = 1) -> None:
+    for _ in range(ticks):
+        crossing.publish(crossing.deliver_letters() + crossing._engine.tick())
+
+
+def test_letters_arrive_in_order(crossing: Crossing, woken):
+    stream = crossing.submit(ask("a"))
+    stream.cancel()
+    assert len(woken) == 2
+    assert crossing.has_letters
+    turn(crossing)
+    assert not crossing.has_letters
+    assert not crossing._engine._scheduler.has_work
+    assert stream.take() is None
+
+
+def test_what_waits_is_one_delta_and_bounded(crossing: Crossing):
+    stream = crossing.submit(ask("a"))
+    turn(crossing, 9)
+    delta = stream.take()
+    assert delta is not None
+    assert (len(delta.tokens), delta.finish_reason) == (6, FinishReason.LENGTH)
+    assert stream.take() is None
+    assert crossing.streams == 0
+    stream.cancel()
+    assert not crossing.has_letters
+
+
+def test_a_full_house_is_said_at_once_but_the_quiet_may_try(crossing: Crossing):
+    for index in range(4):
+        crossing.submit(ask(f"g{index}", "greedy"))
+    with pytest.raises(Overloaded) as caught:
+        crossing.submit(ask("g4", "greedy"))
+    assert caught.value.retry_after > 0
+    with pytest.raises(Overloaded):
+        crossing.room("greedy")
+    crossing.room("quiet")
+    quiet = crossing.submit(ask("q0", "quiet"))
+    turn(crossing, 20)
+    delta = quiet.take()
+    assert delta is not None
+    assert delta.finish_reason is FinishReason.LENGTH
+
+
+def test_a_tenant_is_ended_by_itself(crossing: Crossing):
+    gone, stays = crossing.submit(ask("a", "a")), crossing.submit(ask("b", "b"))
+    assert crossing.cancel_tenant("a", Forbidden("the key was revoked")) == 1
+    turn(crossing, 9)
+    last, other = gone.take(), stays.take()
+    assert last is not None
+    assert isinstance(last.error, Forbidden)
+    assert other is not None
+    assert other.finish_reason is FinishReason.LENGTH
+
+
+def test_who_may_not_come_is_told(crossing: Crossing):
+    crossing.submit(ask("a"))
+    with pytest.raises(InvalidRequest, match="in use"):
+        crossing.submit(ask("a"))
+    with pytest.raises(InvalidRequest):
+        crossing.submit(dataclasses.replace(ask("b"), prompt=(999,)))
+    crossing._engine.quarantine.add(ask("c"), 0.0)
+    with pytest.raises(Quarantined):
+        crossing.submit(ask("d"))
+    crossing.closing = ShuttingDown("no more")
+    with pytest.raises(ShuttingDown):
+        crossing.submit(ask("e"))
+    with pytest.raises(ShuttingDown):
+        crossing.room()
+    assert crossing.streams == 1
+
+
+def test_everyone_hears_of_the_end(crossing: Crossing):
+    streams = [crossing.submit(ask(name)) for name in "abc"]
+    crossing.publish(crossing.everyone(ShuttingDown("over")))
+    for stream in streams:
+        last = stream.take()
+        assert last is not None
+        assert isinstance(last.error, ShuttingDown)
+    assert crossing.streams == 0
