@@ -194,6 +194,10 @@ def read_config(hf: Mapping[str, Any], **family: Any) -> DecoderConfig:
     config = DecoderConfig(**(fields | family))
     if config.heads % config.kv_heads:
         raise CheckpointError(f"config.json: {config.heads} heads do not divide among {config.kv_heads} key heads")
+    if len(config.windows) != config.layers:
+        raise CheckpointError(f"config.json: layer_types has {len(config.windows)} entries for {config.layers} layers")
+    if config.head_size < 1:
+        raise CheckpointError(f"config.json: {config.heads} heads do not fit into a width of {config.width}")
     return config
 
 

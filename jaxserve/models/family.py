@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -24,6 +25,19 @@ from jaxserve.models.weights import Rule
 from jaxserve.plan import ModelShape
 
 MODEL_TYPE = re.compile(r"[a-z][a-z0-9_]*")
+
+# The largest that anybody could mean; tuples and tables of these lengths are made before a weight is seen.
+_LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 14,
+    "max_position_embeddings": 1 << 30,
+    "sliding_window": 1 << 30,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +103,17 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     Raises:
         CheckpointError: no such family, or a configuration that it cannot serve.
     """
-    family: Family = reader_of(hf.get("model_type"))(hf)
-    return family
+    reader = reader_of(hf.get("model_type"))
+    for name, most in _LARGEST.items():
+        value = hf.get(name)
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            raise CheckpointError(f"config.json: {name} is no whole number from 1 to {most}", param=name)
+    try:
+        with np.errstate(all="ignore"):
+            return reader(hf)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"config.json does not describe such a model ({reason})") from error
 
 
 def reader_of(model_type: object) -> Callable[[Mapping[str, Any]], Family]:

@@ -66,6 +66,8 @@ def rope_from_hf(hf: Mapping[str, Any], head_size: int, default_theta: float = 1
     kind = str(fields.get("rope_type", fields.get("type", "default")))
     theta = float(_first(fields.get("rope_theta"), hf.get("rope_theta"), default_theta))
     partial = float(_first(fields.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), 1.0))
+    if not 0 < partial <= 1:
+        raise CheckpointError("config.json: partial_rotary_factor is not above 0 and at most 1", param="rope_scaling")
     original = hf.get("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
     fields["original"] = int(_first(original, hf.get("max_position_embeddings"), 0))
     fields["maximum"] = int(hf.get("max_position_embeddings", 0))
@@ -95,6 +97,8 @@ def _first(*values: Any) -> Any:
 
 
 def _rope(frequencies: np.ndarray, scale: float = 1.0) -> Rope:
+    if not (np.isfinite(np.asarray(frequencies, np.float32)).all() and math.isfinite(scale)):
+        raise CheckpointError("config.json: the rotation's parameters give no finite angles", param="rope_scaling")
     return Rope(tuple(float(f) for f in np.asarray(frequencies, np.float32)), float(scale))
 
 

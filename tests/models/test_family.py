@@ -32,3 +32,29 @@ def test_the_shape_counts_every_weight():
 def test_what_is_no_family_is_refused(name):
     with pytest.raises(CheckpointError, match="model_type"):
         family_of(TINY | {"model_type": name})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_hidden_layers": 2**31},
+        {"num_hidden_layers": True},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "4"},
+        {"hidden_size": -1},
+        {"vocab_size": 1.5},
+        {"head_dim": 10**30},
+        {"max_position_embeddings": "many"},
+        {"rope_theta": "a"},
+        {"rope_theta": 1e308, "rope_scaling": {"type": "linear", "factor": 1e-308}},
+        {"rope_scaling": True},
+        {"rope_scaling": {"type": "linear", "factor": 0}},
+        {"rope_scaling": {"type": "default", "partial_rotary_factor": 1e12}},
+        {"rms_norm_eps": []},
+        {"hidden_size": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": None},
+        {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]},
+    ],
+)
+def test_what_is_no_configuration_is_refused_at_once(wrong):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        family_of(TINY | wrong)
