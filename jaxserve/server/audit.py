@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import logging
 import os
 import queue
@@ -16,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.types import Message, Receive, Scope
 
 from jaxserve.config import AuditConfig
@@ -68,7 +68,8 @@ class AuditLog:
         """Notes an entry, with the time; never waits."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         try:
-            self._lines.put_nowait(msgspec.json.encode({"time": now} | entry) + b"\n")
+            # In ASCII: what turns text around or breaks lines for one reader or another is escaped.
+            self._lines.put_nowait(json.dumps({"time": now} | entry).encode("ascii") + b"\n")
         except queue.Full:
             self._dropped()
 

@@ -219,6 +219,8 @@ def _reason(error: Exception) -> str:
         return "nested too deeply"
     text, _, where = str(error).partition(" - at `$")
     field = where.rstrip("`").lstrip(".")
+    if text.startswith("Invalid enum value"):
+        text = "No such scope"
     said = text[:1].lower() + text[1:]
     return f"`{field}`: {said}" if field else said
 

@@ -12,9 +12,11 @@ import dataclasses
 import json
 import random
 import signal
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -43,13 +45,17 @@ SIGNS = ["a", "b", "c", " ", " ", "\n", ".", "é", "ß", "中", "文", "😀", "
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Tokenizer:
     """One token a byte, and three control tokens."""
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def byte_tokenizer(folder: Path) -> Tokenizer:
+    """That tokenizer, by way of its folder."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {sign: token for token, sign in enumerate(alphabet)}
     bytewise = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytewise.decoder = decoders.ByteLevel()
     bytewise.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    folder = tmp_path_factory.mktemp("tokenizer")
     bytewise.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     return Tokenizer.load(folder)
@@ -63,6 +69,7 @@ class FakeStream:
     request: Request
     deltas: list[Delta]
     cancelled: bool = False
+    ended: JaxserveError | None = None
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for delta in self.deltas:
@@ -70,6 +77,10 @@ class FakeStream:
             if self.engine.hold:
                 await asyncio.Event().wait()
             if self.cancelled:
+                return
+            if self.ended is not None:
+                self.engine.active.discard(self.request.id)
+                yield Delta(finish_reason=FinishReason.ERROR, error=self.ended)
                 return
             if delta.finish_reason is not None:
                 self.engine.active.discard(self.request.id)
@@ -93,7 +104,7 @@ class FakeEngine:
         fail_after: (deltas, error): every request ends with this error after so many deltas.
         answer: what to say instead of what the hash says.
         widest: most tokens in a delta.
-        active, cancelled, submitted: ids and requests, for the tests to look at.
+        active, cancelled, submitted, asked: ids, requests and tenants, for the tests to look at.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -116,8 +127,16 @@ class FakeEngine:
         self.active: set[str] = set()
         self.cancelled: list[str] = []
         self.submitted: list[Request] = []
+        self.asked: list[str] = []
         self._cuts = random.Random(0)
+        self._streams: list[FakeStream] = []
         self._tokens_of_bytes = {tokenizer.token_bytes(token)[0]: token for token in range(256)}
+
+    def room(self, tenant: str = "") -> None:
+        """Refuses what ``submit`` would."""
+        self.asked.append(tenant)
+        if self.refuse is not None:
+            raise self.refuse
 
     def submit(self, request: Request) -> FakeStream:
         """Takes a request."""
@@ -125,7 +144,15 @@ class FakeEngine:
             raise self.refuse
         self.submitted.append(request)
         self.active.add(request.id)
-        return FakeStream(self, request, self._deltas(request))
+        self._streams.append(FakeStream(self, request, self._deltas(request)))
+        return self._streams[-1]
+
+    def cancel_tenant(self, tenant: str, error: JaxserveError) -> int:
+        """Ends the running requests of a tenant."""
+        theirs = [s for s in self._streams if s.request.tenant == tenant and s.request.id in self.active]
+        for stream in theirs:
+            stream.ended = error
+        return len(theirs)
 
     def _deltas(self, request: Request) -> list[Delta]:
         tokens, reason = self._tokens(request)
@@ -219,10 +246,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(service: Service) -> Iterator[Served]:
+def serving(service: Service, tls: ssl.SSLContext | None = None) -> Iterator[Served]:
     """Serves until the block is left."""
     listener = listen(service.config)
-    server = Server(service)
+    server = Server(service, tls)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     served = Served(server, thread, listener.getsockname()[:2])
