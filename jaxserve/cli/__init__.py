@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import click
 
 from jaxserve import __version__
+from jaxserve.cli.keys import keys
 from jaxserve.cli.models import models, verify
 from jaxserve.cli.pull import pull
 from jaxserve.cli.running import bench, check, generate, plan, score, serve
@@ -31,7 +32,7 @@ def cli(debug: bool) -> None:
     """Serve language models with JAX."""
 
 
-for command in (bench, check, config, generate, models, plan, pull, score, serve, verify):
+for command in (bench, check, config, generate, keys, models, plan, pull, score, serve, verify):
     cli.add_command(command)
 
 

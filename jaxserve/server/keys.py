@@ -35,7 +35,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast whe
 
 _Count = Annotated[int, Meta(ge=1, le=10**12)]
 _Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]{1,64}\Z")]
-_Client = Annotated[str, Meta(min_length=1, max_length=128)]
+_Client = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]{1,128}\Z")]
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Moment = Annotated[datetime.datetime, Meta(tz=True)]
 

@@ -239,6 +239,8 @@ def test_json_is_read(indent, file):
         (ENTRY + "  not_before: 2027-01-02\n  expires: 2027-01-01\n", "it expires before it is valid"),
         (ENTRY.replace("a1", "a_1"), "`id`: expected `str` matching"),
         (ENTRY.replace("a1", '"a1\\n"'), "`id`: expected `str` matching"),
+        (ENTRY.replace("one", '"one\\n"'), "`client`: expected `str` matching"),
+        (ENTRY.replace("one", "'one\u202e'"), "`client`: expected `str` matching"),
         (ENTRY.replace(DIGEST, "jx_a1_secret"), "`sha256`: expected `str` matching"),
         (ENTRY.replace(DIGEST, DIGEST.upper()), "`sha256`: expected `str` matching"),
         ("- &x {id: a1, client: one, sha256: y, scopes: &y [infer]}\n- *x", "keys.yaml:1: `sha256`"),
