@@ -97,14 +97,14 @@ class Endpoints:
         """``POST /tokenize``: text or messages to token ids."""
         model = self._service.ready_model()
         self._service.access.enter(request.scope)
-        async with self._service.admission.place(_tenant(request), _deadline(request)) as place:
+        async with self._service.counting.place(_tenant(request), _deadline(request)) as place:
             return _json(await self._prepare(request, place, _tokenize, model))
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``: token ids to text."""
         model = self._service.ready_model()
         self._service.access.enter(request.scope)
-        async with self._service.admission.place(_tenant(request), _deadline(request)) as place:
+        async with self._service.counting.place(_tenant(request), _deadline(request)) as place:
             return _json(await self._prepare(request, place, _detokenize, model))
 
     # --- on the way to the engine -------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ event loop; ``text`` bounds what a hostile template input or text may cost.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -86,15 +87,17 @@ def chat_prompt(
     variables = wanted.chat_template_kwargs or {}
     if not _TAKEN.isdisjoint(variables):
         raise InvalidRequest("'chat_template_kwargs' sets a name that is taken.", param="chat_template_kwargs")
-    opens = not wanted.continue_final_message if wanted.add_generation_prompt is None else wanted.add_generation_prompt
-    prompt = model.chat_template.prompt(
-        [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)],
-        model.tokenizer.controls,
-        add_generation_prompt=opens,
-        continue_final_message=bool(wanted.continue_final_message),
-        **variables,
-    )
     most = _COUNTABLE if to_count else model.engine.limits.max_input_tokens
+    opens = not wanted.continue_final_message if wanted.add_generation_prompt is None else wanted.add_generation_prompt
+    with _blaming("messages"):
+        prompt = model.chat_template.prompt(
+            [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)],
+            model.tokenizer.controls,
+            add_generation_prompt=opens,
+            continue_final_message=bool(wanted.continue_final_message),
+            check_text=lambda text: model.tokenizer.check_length(text, most),
+            **variables,
+        )
     ids = _encode(prompt, model, "messages", add_special=add_special, most=most)
     if not ids:
         raise InvalidRequest("'messages' give an empty prompt.", param="messages")
@@ -117,10 +120,17 @@ def _from_text(text: str, model: ServedModel) -> tuple[int, ...]:
 
 def _encode(prompt: Prompt, model: ServedModel, param: str, *, add_special: bool, most: int) -> list[int]:
     """A raw prompt is all the client's own, so control tokens spelt in it are control tokens, as everywhere else."""
-    try:
+    with _blaming(param):
         return model.tokenizer.encode(
             prompt.text, add_special=add_special, parse_special=True, inert=prompt.inert, max_tokens=most
         )
+
+
+@contextlib.contextmanager
+def _blaming(param: str) -> Iterator[None]:
+    """Names the parameter that made a text too long."""
+    try:
+        yield
     except ContextLengthExceeded as error:
         error.param = param
         raise

@@ -155,6 +155,7 @@ class Service:
         vitals: what is true of it.
         memory: whether there is enough.
         admission: the requests being received and tokenised.
+        counting: those that only want tokens; theirs may be long texts, so they have a thread of their own.
     """
 
     config: ServerConfig
@@ -169,6 +170,7 @@ class Service:
     vitals: Vitals = dataclasses.field(init=False)
     memory: Memory = dataclasses.field(init=False)
     admission: Admission = dataclasses.field(init=False)
+    counting: Admission = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -177,6 +179,7 @@ class Service:
         self.access.on_revoked = self._end_revoked
         self.memory = Memory(limit, config.rss_share)
         self.admission = Admission(config.max_preparing, config.tokenize_threads, config.retry_after_s)
+        self.counting = Admission(config.max_preparing, 1, config.retry_after_s)
 
     def count_refusal(self, status: int) -> None:
         """Counts an answer to what was no request, so that no route has seen it."""

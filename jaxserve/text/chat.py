@@ -141,15 +141,21 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        check_text: Callable[[str], object] | None = None,
         **variables: Any,
     ) -> Prompt:
         """Renders as ``render`` does and tells what in the text a client wrote; ``controls`` as ``Tokenizer`` has them.
+
+        ``check_text`` may refuse the text by an exception before its signs are followed, which takes far longer than
+        to render it.
 
         Raises InvalidRequest as ``render``, and if messages spell control tokens in a way that the template changes
         so much that they cannot be followed.
         """
         data = self._prepare(messages, tools, variables)
         text = self._render(data, add_generation_prompt, continue_final_message)
+        if check_text is not None:
+            check_text(text)
         disguise = disguise_for(frozenset(controls), self._literals)
         if not disguise.needed(data):
             return Prompt(text)
@@ -186,6 +192,7 @@ class ChatTemplate:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            check_text=lambda text: None if max_tokens is None else tokenizer.check_length(text, max_tokens),
             **variables,
         )
         return tokenizer.encode(

@@ -18,6 +18,8 @@ from jaxserve.text.control import ControlMatcher
 from jaxserve.text.folder import SpecialIds, read_folder, write_folder
 
 _PROBE = "Hello, world! 123\n"
+_LONG_TOKEN = 8  # characters; a text with more of them a token is looked at in part first
+_LEAST_PART = 4096  # characters, so that what a cut changes at its edge is nothing beside the rest
 
 
 class Tokenizer:
@@ -84,8 +86,7 @@ class Tokenizer:
             parse_special: text that spells a control token becomes that token; otherwise it stays text. (Added words
                 that are no control tokens are matched in both cases, as every other tokenizer does.)
             inert: with ``parse_special``, character positions that no control token may cover.
-            max_tokens: most tokens the caller can use. A text that certainly has more is refused before the work is
-                done, any other after it.
+            max_tokens: most tokens the caller can use. What a longer text costs depends on them, not on its length.
 
         Raises:
             InvalidRequest: the text has a lone surrogate.
@@ -94,13 +95,22 @@ class Tokenizer:
         _check_unicode(text)
         parts = self._matcher.split(text, inert) if parse_special else [text]
         if max_tokens is not None:
-            _check_length(self._at_least(parts), max_tokens)
+            self._refuse_hopeless(parts, max_tokens)
         ids = self._backend.encode(parts)
         if add_special:
             ids = [*self._special.before, *ids, *self._special.after]
         if max_tokens is not None:
             _check_length(len(ids), max_tokens)
         return ids
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Refuses a text that ``encode`` would refuse for its length, whatever of it is inert; not all of them.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded: as ``encode``.
+        """
+        _check_unicode(text)
+        self._refuse_hopeless(self._matcher.split(text), max_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
         """The text of ``ids``; bytes that are no UTF-8 become U+FFFD.
@@ -150,6 +160,16 @@ class Tokenizer:
             "special_tokens": dict(self.controls),
         }
 
+    def _refuse_hopeless(self, parts: Sequence[str | int], max_tokens: int) -> None:
+        """Refuses what is much too long before all of it is tokenised: first by its bytes, then by its beginning."""
+        _check_length(self._at_least(parts), max_tokens)
+        length = sum(len(part) for part in parts if isinstance(part, str))
+        size = max(_LONG_TOKEN * max_tokens, _LEAST_PART)
+        while size < length:
+            if len(self._backend.encode(_beginning(parts, size))) > 2 * max_tokens + _LEAST_PART // _LONG_TOKEN:
+                _check_length(max_tokens + 1, max_tokens)
+            size *= 2
+
     def _at_least(self, parts: Sequence[str | int]) -> int:
         """How many tokens ``parts`` have for certain; costs far less than making them."""
         if self._bound is None:
@@ -169,6 +189,17 @@ class Tokenizer:
         lossless = self._bound is not None and self._backend.normalize(_PROBE) == _PROBE
         if not ids or max(ids) >= self.vocab_size or (lossless and not self.decode(ids).endswith(_PROBE)):
             raise CheckpointError("The tokenizer does not give a text back that it has encoded itself")
+
+
+def _beginning(parts: Sequence[str | int], size: int) -> list[str | int]:
+    """The first ``size`` characters of text, with the ids among them."""
+    taken: list[str | int] = []
+    for part in parts:
+        if size <= 0:
+            break
+        taken.append(part if isinstance(part, int) else part[:size])
+        size -= 0 if isinstance(part, int) else len(part)
+    return taken
 
 
 def _check_unicode(text: str) -> None:

@@ -78,7 +78,9 @@ class TokenizersBackend:
     def encode(self, parts: Sequence[str | int]) -> list[int]:
         """See ``Backend.encode``."""
         text = "".join(part if isinstance(part, str) else self._stand_in for part in parts)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # The plain `encode` keeps Python's lock: every other thread would stand still, the event loop's, too.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         controls = [part for part in parts if isinstance(part, int)]
         if not controls:
             return ids

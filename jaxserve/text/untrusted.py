@@ -17,6 +17,8 @@ from typing import Any
 from jaxserve.text.control import longest_of
 
 _FIRST_MASK = 0x10F800  # in Unicode's last private-use plane
+_SLICE = 65536
+_RUN = "{1,1024}"  # signs in a match: within one no other thread runs
 
 
 class Care(enum.Enum):
@@ -49,8 +51,8 @@ class Disguise:
         signs = _one_of([head for head in heads if not head.isalnum()])
         exact = f"(?={self._control.pattern}){_one_of(heads)}"
         self._to_mask = {
-            Care.EXACT: re.compile(f"(?:{exact})+"),
-            Care.FULL: re.compile(f"(?:{exact}|(?!{longest_of(readable)}){signs})+"),
+            Care.EXACT: re.compile(f"(?:{exact}){_RUN}"),
+            Care.FULL: re.compile(f"(?:{exact}|(?!{longest_of(readable)}){signs}){_RUN}"),
         }
 
     def holds_control(self, value: Any) -> bool:
@@ -74,7 +76,11 @@ class Disguise:
     def take_off(self, text: str) -> tuple[str, frozenset[int]]:
         """The readable text, and the positions of the characters that were disguised."""
         places = frozenset(match.start() for match in self._masked.finditer(text))
-        return text.translate(self._unmask) if places else text, places
+        if not places:
+            return text, places
+        # In slices: within one translation no other thread runs.
+        slices = (text[begin : begin + _SLICE] for begin in range(0, len(text), _SLICE))
+        return "".join(part.translate(self._unmask) for part in slices), places
 
     def _put_on_text(self, text: str, care: Care) -> str:
         masked = self._to_mask[care].sub(lambda run: run.group().translate(self._mask), text)

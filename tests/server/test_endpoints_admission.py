@@ -142,15 +142,40 @@ def test_one_more_than_max_preparing_is_refused_at_once(served, service, slow_te
     waiting = []
     while len(waiting) < service.config.max_preparing:
         waiting.append(ask(served, service, wait_for))
-    for path in ("/generate", "/tokenize"):
-        refused = httpx2.post(served.url + path, json=GENERATE, timeout=5)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_is_overloaded")
-        assert refused.headers["retry-after"] == "1"
+    refused = httpx2.post(served.url + "/generate", json=GENERATE, timeout=5)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_is_overloaded")
+    assert refused.headers["retry-after"] == "1"
     slow_texts.set()
     for thread, _ in waiting:
         thread.join(10)
     assert [statuses for _, statuses in waiting] == [[200]] * len(waiting)
     wait_for(lambda: len(service.admission) == 0)
+
+
+def test_who_only_counts_is_in_nobodys_way(served, service, wait_for, tokenizer, monkeypatch):
+    release, encode = threading.Event(), type(tokenizer).encode
+
+    def slow_for_long_ones(self, text, **kwargs):
+        if len(text) > 1000:
+            release.wait(10)
+        return encode(self, text, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "encode", slow_for_long_ones)
+    answers: list[int] = []
+
+    def count() -> None:
+        answers.append(httpx2.post(served.url + "/tokenize", json={"prompt": "x" * 2000}, timeout=10).status_code)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(service.counting) == 4)
+    assert httpx2.post(served.url + "/generate", json=GENERATE, timeout=5).status_code == 200
+    assert answers == []
+    release.set()
+    for thread in threads:
+        thread.join(10)
+    assert answers == [200] * 4
 
 
 def test_who_hangs_up_before_its_turn_is_never_tokenised(served, service, engine, slow_texts, wait_for):

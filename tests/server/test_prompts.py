@@ -119,6 +119,14 @@ def test_the_longest_prompt(model, config):
     assert str(most) in caught.value.message
 
 
+def test_signs_are_not_followed_in_a_text_that_is_too_long(model, config, monkeypatch):
+    """Following them costs a hundred times what rendering does."""
+    monkeypatch.setattr("jaxserve.text.chat.disguise_for", lambda *_: pytest.fail("they were"))
+    with pytest.raises(ContextLengthExceeded) as caught:
+        ids(model, config, Message("user", "<" * 400_000))
+    assert caught.value.param == "messages"
+
+
 def test_counting_has_its_own_limit(model):
     assert len(text_tokens("x" * 1000, model, add_special=True)) == 1000
     with pytest.raises(ContextLengthExceeded):

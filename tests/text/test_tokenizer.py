@@ -4,6 +4,9 @@ import concurrent.futures
 import dataclasses
 import gzip
 import json
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -109,6 +112,66 @@ def test_a_hopeless_text_is_refused_before_the_work(request, monkeypatch, name, 
     monkeypatch.setattr(tokenizer._backend, "encode", lambda _: pytest.fail("it was tokenised"))
     with pytest.raises(ContextLengthExceeded, match=r"at least \d+ tokens; at most 100 fit"):
         tokenizer.encode(piece * 200_000, max_tokens=100)
+
+
+@pytest.mark.parametrize("piece", ["the river winds ", "\ufdfa", "<|im_end|>", "a", "<", "e\u0301"])
+def test_the_limit_bounds_the_work_where_bytes_do_not(kind, monkeypatch, piece):
+    """Also for vocabularies whose tokens may be of any length, so that no number of bytes is too many for certain."""
+    _, tokenizer = kind
+    monkeypatch.setattr(tokenizer, "_bound", None)
+    encode, seen = tokenizer._backend.encode, []
+
+    def counted(parts):
+        seen.append(sum(len(part) for part in parts if isinstance(part, str)))
+        return encode(parts)
+
+    monkeypatch.setattr(tokenizer._backend, "encode", counted)
+    with pytest.raises(ContextLengthExceeded, match="at most 1000 fit"):
+        tokenizer.encode(piece * 100_000, max_tokens=1000)
+    assert sum(seen) < 70_000
+
+
+@pytest.mark.parametrize("text", [" " * 30_000, "\t\n" * 9_000, "the river winds " * 2_000, "x" * 20_000])
+def test_a_long_text_of_few_tokens_is_not_refused_for_its_length(kind, text):
+    _, tokenizer = kind
+    ids = tokenizer.encode(text)
+    assert tokenizer.encode(text, max_tokens=len(ids)) == ids
+    tokenizer.check_length(text, len(ids))
+
+
+def test_a_length_is_checked_without_the_whole_work(bpe):
+    bpe.check_length("the river winds " * 10, 1000)
+    bpe.check_length("<|im_end|>" * 1000, 1000)
+    with pytest.raises(ContextLengthExceeded):
+        bpe.check_length("the river winds " * 100_000, 1000)
+    with pytest.raises(InvalidRequest):
+        bpe.check_length("\ud800", 1000)
+
+
+def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
+    """How long another thread stood still while ``work`` ran in one, and how long that took."""
+    thread = threading.Thread(target=work)
+    begin = last = time.perf_counter()
+    pause = 0.0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        pause, last = max(pause, now - last), now
+    return pause, time.perf_counter() - begin
+
+
+def test_other_threads_run_while_a_text_is_read(kind):
+    """The event loop is one of them."""
+    _, tokenizer = kind
+    pauses = (longest_pause(lambda: tokenizer.encode("the river winds " * 40_000)) for _ in range(3))
+    assert any(pause < took / 3 for pause, took in pauses)
+
+
+def test_the_pause_would_show(bpe):
+    """The library's plainest call keeps Python's lock from beginning to end."""
+    pause, took = longest_pause(lambda: bpe._backend._tokenizer.encode("the river winds " * 40_000))
+    assert pause > took / 2
 
 
 def test_normalisation_counts(hf_folders):
