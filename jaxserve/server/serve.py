@@ -91,8 +91,32 @@ class Server(uvicorn.Server):
         """Starts the loop's heartbeat, too."""
         self._beating = asyncio.create_task(self._beat())
         self._service.access.attach(asyncio.get_running_loop())
-        self.config.ssl = self._tls
-        await super().startup(sockets)
+        if self._tls is None:
+            await super().startup(sockets)
+        else:
+            await self._start_tls(self._tls, sockets or [])
+
+    async def _start_tls(self, context: ssl.SSLContext, sockets: list[socket.socket]) -> None:
+        """Does what uvicorn does, and bounds both handshakes: it leaves them a minute and half a minute."""
+        config = self.config
+
+        def protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state={}
+            )
+
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                protocol,
+                sock=listener,
+                backlog=config.backlog,
+                ssl=context,
+                ssl_handshake_timeout=self._service.config.header_timeout_s,
+                ssl_shutdown_timeout=FAREWELL_SECONDS,
+            )
+            for listener in sockets
+        ]
+        self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
         """The first signal starts the drain, the next one ends it.

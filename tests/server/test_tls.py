@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import time
 
 import httpx2
 import msgspec
@@ -134,6 +136,28 @@ def test_clients_show_certificates_of_the_authority_that_counts_now(files, autho
         assert ask(served, theirs) == 200
         with pytest.raises(httpx2.TransportError):
             ask(served, mine)
+
+
+def test_an_idle_connection_does_not_hold_up_the_end(files, authority, service, serve_it):
+    """It would wait for a farewell that the client does not send."""
+    service.config = msgspec.structs.replace(service.config, drain_s=30.0)
+    certificates = Certificates.of(files.config)
+    with serve_it(service, tls=certificates.context) as served, httpx2.Client(verify=trusting(authority)) as client:
+        client.get(served.url.replace("http:", "https:") + "/livez")
+        begin = time.monotonic()
+        served.terminate()
+        served.thread.join(20)
+        assert time.monotonic() - begin < 15
+
+
+def test_whoever_does_not_shake_hands_is_cut_off(files, service, serve_it):
+    service.config = msgspec.structs.replace(service.config, header_timeout_s=0.3)
+    certificates = Certificates.of(files.config)
+    with (
+        serve_it(service, tls=certificates.context) as served,
+        socket.create_connection(served.address, timeout=20) as connection,
+    ):
+        assert connection.recv(1) == b""
 
 
 @pytest.mark.filterwarnings("ignore:.*TLSv1_1 is deprecated:DeprecationWarning")
