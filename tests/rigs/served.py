@@ -211,7 +211,10 @@ def started(
     """
     root, name, more = (tiny_store(), NAME, TINY) if model is None else (model.parents[1], model.parent.name, [])
     which = ["--model.id", name, "--checkpoints.root", str(root)]
-    server = Served([*COMMON, *which, *more, *flags], faulty=faulty, environment=environment)
+    # A flag of a list given twice means both, so what is given here must go.
+    ours = [*COMMON, *which, *more]
+    kept = [word for pair in zip(ours[::2], ours[1::2], strict=True) if pair[0] not in flags for word in pair]
+    server = Served([*kept, *flags], faulty=faulty, environment=environment)
     try:
         yield server
     finally:
