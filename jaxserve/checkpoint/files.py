@@ -12,6 +12,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from typing import Any, Final
 from jaxserve.errors import CheckpointError
 
 _READ_BYTES: Final = 1 << 20
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:
@@ -63,7 +65,10 @@ def read_regular(path: Path, limit: int, *, follow: bool = False) -> bytes:
 
 
 def parse_json_object(data: bytes | memoryview, where: str) -> dict[str, Any]:
-    """A JSON object from untrusted bytes: no duplicate keys, no NaN, no bottomless nesting; ``where`` names it."""
+    """A JSON object from untrusted bytes; ``where`` names it.
+
+    No duplicate keys, no NaN, no bottomless nesting, and no half of a surrogate pair: such a string cannot be written.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -77,7 +82,10 @@ def parse_json_object(data: bytes | memoryview, where: str) -> dict[str, Any]:
         raise ValueError(f"{word} is no JSON number")
 
     try:
-        parsed = json.loads(str(data, "utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
+        text = str(data, "utf-8")
+        parsed = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        if _SURROGATE.search(text):
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(parsed, dict):

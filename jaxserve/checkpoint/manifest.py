@@ -145,7 +145,7 @@ def _decode(path: Path, data: bytes) -> Manifest:
             written = "no schema" if schema is None else f"schema {bytes(schema)[:20].decode()}"
             raise CheckpointError(f"{path} has {written}, this version reads schema {SCHEMA}: convert the model again.")
         return msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no manifest: {error}.") from None
 
 

@@ -38,6 +38,7 @@ _LARGEST = {
     "max_position_embeddings": 1 << 30,
     "sliding_window": 1 << 30,
 }
+_MAY_BE_NULL = frozenset({"num_key_value_heads", "head_dim", "sliding_window"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +106,10 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     """
     reader = reader_of(hf.get("model_type"))
     for name, most in _LARGEST.items():
-        value = hf.get(name)
-        if value is not None and (type(value) is not int or not 1 <= value <= most):
+        value = hf.get(name, 1)
+        if value is None and name in _MAY_BE_NULL:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
             raise CheckpointError(f"config.json: {name} is no whole number from 1 to {most}", param=name)
     try:
         with np.errstate(all="ignore"):

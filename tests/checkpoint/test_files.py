@@ -76,12 +76,18 @@ def test_digests_are_sha256(tmp_path):
         (b"\xff{}", "not valid JSON"),
         (b'{"a":' * 100_000, "not valid JSON"),
         (b'{"a": 1' + b"0" * 5000 + b"}", "not valid JSON"),
+        (b'{"a": "\\ud800"}', "not valid JSON"),
+        (b'{"a": {"\\uDFFF": 1}}', "not valid JSON"),
     ],
 )
 def test_json_is_strict(text, reason):
     with pytest.raises(CheckpointError, match=reason) as caught:
         files.parse_json_object(text, "x.json")
     assert caught.value.message.startswith("x.json")
+
+
+def test_pairs_of_surrogates_are_characters():
+    assert files.parse_json_object(b'{"a": "\\ud83d\\ude00"}', "x.json") == {"a": "\U0001f600"}
 
 
 @pytest.mark.parametrize("name", ["a", "model-00001-of-00002.safetensors", "model.layers.0.weight"])

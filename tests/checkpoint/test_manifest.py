@@ -142,6 +142,9 @@ def test_a_digest_is_the_manifests_alone(version):
         (b'{"schema": 1}', "is no manifest"),
         (b"\xff", "is no manifest"),
         (b"[" * 100_000, "is no manifest"),
+        (b'{"schema": 1, "x": ' + b"[" * 100_000, "is no manifest"),
+        (b'{"schema": 1, "source": ' + b'{"files": [' * 100_000, "is no manifest"),
+        (b'{"schema": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is no manifest"),
     ],
 )
 def test_what_is_no_manifest_is_refused(tmp_path, text, reason):

@@ -43,6 +43,7 @@ def test_what_is_no_family_is_refused(name):
         {"num_attention_heads": "4"},
         {"hidden_size": -1},
         {"vocab_size": 1.5},
+        {"intermediate_size": None},
         {"head_dim": 10**30},
         {"max_position_embeddings": "many"},
         {"rope_theta": "a"},

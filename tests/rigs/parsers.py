@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxserve.checkpoint import manifest
@@ -90,8 +91,11 @@ def read_gguf(data: bytes) -> None:
 
 
 def read_gguf_tokenizer(data: bytes) -> None:
-    """The tokenizer in a GGUF file's metadata, given as JSON."""
-    metadata = parse_json_object(data, "metadata")
+    """The tokenizer in a GGUF file's metadata, given as JSON; a GGUF file has no text but UTF-8 and no wider integer."""
+    try:
+        metadata = msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
     tokenizer_from_gguf(metadata).encode("Hello, Straße! \u65e5\u672c", max_tokens=100)
 
 
