@@ -17,7 +17,8 @@ import jaxserve
 from jaxserve.cli import cli
 from jaxserve.config import ModelConfig, ServerConfig
 from jaxserve.server import wire
-from jaxserve.server.app import create_app
+from jaxserve.server.app import SCOPES, create_app
+from jaxserve.server.keys import Scope, parse_ring
 from jaxserve.server.parse import parse
 from jaxserve.server.service import Service
 from tests.house import tables
@@ -133,6 +134,20 @@ def test_readme_lists_every_route(readme):
     served = [(method, route.path.replace(":path", "")) for route in routes for method in route.methods or ()]
     served = [(method, path) for method, path in served if method != "HEAD"]
     assert sorted(listed) == sorted(served)
+
+
+def test_readme_says_what_each_route_needs(readme):
+    listed = dict(re.findall(r"^\| \w+ \| `(/[^`]*)` \| (\w+) \|", tables.table(readme, "HTTP"), re.M))
+    routes = create_app(Service(config=ServerConfig())).routes
+    scopes = {route.path: SCOPES.get(route.path, Scope.PUBLIC) for route in routes if isinstance(route, Route)}
+    assert listed == {path.replace(":path", ""): scope.value for path, scope in scopes.items()}
+
+
+def test_readme_shows_a_key_file_that_would_be_read(readme):
+    (block,) = [block for block in blocks(readme, "yaml") if "sha256" in block]
+    (key,) = parse_ring(block.encode(), Path("README.md")).keys.values()
+    assert key.limits.concurrency
+    assert key.expires
 
 
 def test_readme_shows_a_request_that_would_be_understood(readme):
