@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -72,6 +73,9 @@ class Launch:
             self.service.readiness.fail(str(fault))
             self.server.abandon()
             return
+        # What is here now stays: a collection that walks through all of it stops every thread for a third of a second.
+        gc.collect()
+        gc.freeze()
         self.service.readiness.ready()
         logger.info("ready", extra={"fields": {"model": model.id, "version": model.folder.name}})
 
@@ -139,20 +143,22 @@ def serve(config: Config) -> None:
         launch.server.run([listener])
     finally:
         ended = launch.close()
-        if probes is not None:
-            probes.stop()
         launch.watchdog.stop()
         launch.watcher.stop()
         if launch.service.audit is not None:
             launch.service.audit.close()
-    if launch.engine_failure is not None or (launch.failure is None and (loading.is_alive() or not ended)):
-        # A compilation or a step cannot be interrupted, and the interpreter must not be torn down under it.
+    if launch.failure is None:
+        # Nothing is left to save. JAX takes seconds to be torn down, and a compilation or a step that still runs must
+        # not be torn down at all.
+        code = 0 if ended and launch.engine_failure is None else EX_SOFTWARE
+        logger.info("ended", extra={"fields": {"exit": code}})
         logging.shutdown()
-        os._exit(0 if ended and launch.engine_failure is None else EX_SOFTWARE)
-    if launch.failure is not None:
-        if isinstance(launch.failure, JaxserveError):
-            raise launch.failure
-        raise RuntimeError(f"loading failed: {launch.failure}") from launch.failure
+        os._exit(code)
+    if probes is not None:
+        probes.stop()
+    if isinstance(launch.failure, JaxserveError):
+        raise launch.failure
+    raise RuntimeError(f"loading failed: {launch.failure}") from launch.failure
 
 
 def _say(what: str, listener: socket.socket, scheme: str = "http") -> None:

@@ -46,6 +46,7 @@ class HTTPConfig(uvicorn.Config):
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="warning",  # that it starts and ends is said elsewhere
             access_log=False,
             proxy_headers=False,
             server_header=False,

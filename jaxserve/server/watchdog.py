@@ -82,7 +82,9 @@ class Watchdog:
             self._leave(EX_SOFTWARE)
 
     def _note_stalls(self) -> None:
-        """A line and a count when a part begins to stand still, a line when it goes on."""
+        """A line and a count when a part begins to stand still, a line when it goes on; while it serves."""
+        if not self._service.readiness.is_ready():
+            return
         checks = self._service.vitals.checks()
         for part in (Part.ENGINE, Part.EVENT_LOOP):
             stalled = checks[part] is Check.STALLED

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 from tests.rigs.busy import busy
@@ -209,9 +211,9 @@ def stuck_at_start(seen: Seen) -> None:
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-def load(server: Served, prober: Prober, seconds: float) -> tuple[Seen, dict[str, float]]:
+def load(server: Served, prober: Prober, seconds: float) -> tuple[Seen, dict[str, Any]]:
     """Four times as many streams as there are slots: busy is neither dead nor unready."""
-    seen = Seen()
+    seen, since = Seen(), datetime.datetime.now(tz=datetime.UTC).isoformat()
     with busy(server, 4 * SLOTS):
         begin = time.monotonic()
         time.sleep(seconds)
@@ -229,6 +231,7 @@ def load(server: Served, prober: Prober, seconds: float) -> tuple[Seen, dict[str
         "probes": len(samples),
         "false_alarms": len(alarms),
         "waiting": waits,
+        "stalled": [line["part"] for line in server.records("stalled") if line["time"] >= since],
         "p50_ms": round(times[len(times) // 2] * 1000, 2),
         "p99_ms": round(p99 * 1000, 2),
         "slowest_ms": round(times[-1] * 1000, 2),
