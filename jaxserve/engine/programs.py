@@ -20,6 +20,7 @@ from jaxserve.decode.sampling import SamplingRows
 from jaxserve.decode.step import Control, DecodeState, Emission, Strategy, empty_state
 from jaxserve.engine.device import Progress
 from jaxserve.engine.rows import RowTable
+from jaxserve.errors import DeviceFault
 from jaxserve.models.family import Family
 from jaxserve.plan import Plan, Program
 
@@ -88,11 +89,19 @@ class Programs:
         return empty_state(self._family.empty_cache(shape.rows, shape.positions, self._dtype), self.strategy)
 
     def compile(self, progress: Progress) -> None:
-        """Traces, lowers and compiles every program of the plan, one after the other."""
+        """Traces, lowers and compiles every program of the plan, one after the other.
+
+        Raises:
+            DeviceFault: naming the program that cannot be compiled.
+        """
         programs = self.plan.programs()
         for done, program in enumerate(programs):
             progress("compiling", done, len(programs))
-            self._executables[program] = self._trace(program).lower().compile()
+            try:
+                self._executables[program] = self._trace(program).lower().compile()
+            except Exception as fault:
+                reason = str(fault).partition("\n")[0]
+                raise DeviceFault(f"the program `{program}` cannot be compiled: {reason}") from fault
         progress("compiling", len(programs), len(programs))
 
     def workspace_bytes(self) -> dict[Program, int]:
