@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test check bench fuzz fuzz-parsers corrupt tables constraints python
+.PHONY: setup serve test check bench fuzz fuzz-parsers corrupt probes drain tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
@@ -43,6 +43,12 @@ fuzz-parsers: $(VENV)/.rigs          ## ten minutes of damaged input for each pa
 
 corrupt: $(VENV)/.dev                ## 200 damaged checkpoints: each is refused, and says which file
 	$(VENV)/bin/python -m tests.rigs.corrupt $(ARGS)
+
+probes: $(VENV)/.dev                 ## engine hung, stopped, killed; loop blocked; overload: do the probes tell the truth?
+	$(VENV)/bin/python -m tests.rigs.probes $(ARGS)
+
+drain: $(VENV)/.dev                  ## SIGTERM in the middle of 32 streams, 20 times: nothing may be lost
+	$(VENV)/bin/python -m tests.rigs.drain $(ARGS)
 
 tables: $(VENV)/.dev                 ## writes the README's tables anew from the code
 	$(VENV)/bin/python -m tests.house.tables

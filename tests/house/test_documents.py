@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import msgspec
 import pytest
+import yaml
 from starlette.routing import Route
 
 import jaxserve
@@ -20,6 +21,7 @@ from jaxserve.server import wire
 from jaxserve.server.app import SCOPES, create_app
 from jaxserve.server.keys import Scope, parse_ring
 from jaxserve.server.parse import parse
+from jaxserve.server.probes import create_probe_app
 from jaxserve.server.service import Service
 from tests.house import tables
 
@@ -148,6 +150,18 @@ def test_readme_shows_a_key_file_that_would_be_read(readme):
     (key,) = parse_ring(block.encode(), Path("README.md")).keys.values()
     assert key.limits.concurrency
     assert key.expires
+
+
+def test_readme_shows_probes_that_would_answer(readme):
+    (block,) = [block for block in blocks(readme, "yaml") if "Probe" in block]
+    pod = yaml.safe_load(block)
+    routes = {route.path for route in create_probe_app(Service(config=ServerConfig())).routes}
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert pod[name]["httpGet"]["path"] in routes
+        assert pod[name]["httpGet"]["port"] == ServerConfig().port + 1
+    assert refused(["jaxserve", *pod["args"], "--help"], set()) is None
+    times = {flag: float(value) for flag, value in zip(pod["args"], pod["args"][1:], strict=False) if "-s" in flag[-2:]}
+    assert pod["terminationGracePeriodSeconds"] >= sum(times.values()) + 10
 
 
 def test_readme_shows_a_request_that_would_be_understood(readme):
