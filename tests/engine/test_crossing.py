@@ -11,7 +11,7 @@ from jaxserve.engine.crossing import Crossing
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import FinishReason, Request, SamplingParams
 from jaxserve.engine.scheduler import Policy
-from jaxserve.errors import Forbidden, InvalidRequest, Overloaded, Quarantined, ShuttingDown
+from jaxserve.errors import EngineError, Forbidden, InvalidRequest, Overloaded, Quarantined, ShuttingDown
 from jaxserve.plan import ModelShape, make_plan
 from jaxserve.testing import HashDevice
 
@@ -119,3 +119,29 @@ def test_everyone_hears_of_the_end(crossing: Crossing):
         assert last is not None
         assert isinstance(last.error, ShuttingDown)
     assert crossing.streams == 0
+
+
+def test_a_mistake_that_one_request_meets_is_its_own(crossing: Crossing, monkeypatch):
+    met, unreachable, other = (crossing.submit(ask(name)) for name in "abc")
+    submit = crossing._engine.submit
+
+    def stumble(request: Request):
+        if request.id == "a":
+            raise ZeroDivisionError
+        return submit(request)
+
+    def refuse(delta):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(crossing._engine, "submit", stumble)
+    monkeypatch.setattr(unreachable, "put", refuse)
+    turn(crossing, 20)
+    for stream in (met, unreachable):
+        last = stream.take()
+        assert last is not None
+        assert isinstance(last.error, EngineError)
+    last = other.take()
+    assert last is not None
+    assert (len(last.tokens), last.finish_reason) == (6, FinishReason.LENGTH)
+    assert crossing.streams == 0
+    assert not crossing._engine._scheduler.has_work
