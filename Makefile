@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test check bench fuzz fuzz-parsers corrupt probes drain tables constraints python
+.PHONY: setup serve test check bench simulate faults poison cancels soak overload fuzz fuzz-parsers corrupt probes drain tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
@@ -34,6 +34,24 @@ check: $(VENV)/.dev                  ## style, types, floors, sizes, what the do
 bench: $(VENV)/.serve $(PEERS)/.ready ## one run in turns with transformers: ratios and a verdict; ARGS='--rounds 9'
 	$(VENV)/bin/jaxserve pull
 	$(VENV)/bin/python -m benchmarks.paired --peer $(PEERS)/bin/python $(ARGS)
+
+simulate: $(VENV)/.dev               ## 10,000 histories of the engine in a simulated world; ARGS='--replay 17' for one
+	$(VENV)/bin/python -m tests.rigs.simulate $(ARGS)
+
+faults: $(VENV)/.dev                 ## every fault of the list, staged on the real server
+	$(VENV)/bin/python -m tests.rigs.faults $(ARGS)
+
+poison: $(VENV)/.dev                 ## one poisoned request among 16, in each phase of its life
+	$(VENV)/bin/python -m tests.rigs.poison $(ARGS)
+
+cancels: $(VENV)/.dev                ## 10,000 cancels and disconnects: is anything left behind?
+	$(VENV)/bin/python -m tests.rigs.cancels $(ARGS)
+
+soak: $(VENV)/.dev                   ## 30 minutes of everything at once; ARGS='--minutes 5' for less
+	$(VENV)/bin/python -m tests.rigs.soak $(ARGS)
+
+overload: $(VENV)/.serve $(VENV)/.dev ## up to ten times as many requests as it can serve
+	$(VENV)/bin/python -m tests.rigs.overload $(ARGS)
 
 fuzz: $(VENV)/.rigs                  ## 10,000 malformed requests against the real server
 	$(VENV)/bin/python -m tests.rigs.fuzz $(ARGS)

@@ -61,6 +61,18 @@ def test_chunks_by_hand():
     }
 
 
+@given(st.integers(1, 300), st.data())
+def test_a_text_that_is_read_again_is_all_there_and_its_prompt_as_before(prompt, data):
+    pool = plan(Pool(2, 512)).pools[0]
+    known = data.draw(st.integers(prompt, 512))
+    chunks, own = pool.chunks_again(prompt, known), pool.chunks(prompt - 1)
+    assert chunks[len(chunks) - len(own) :] == own
+    assert all(chunk.start + chunk.bucket <= pool.positions for chunk in chunks)
+    if known > prompt:
+        read = {at for chunk in chunks for at in range(chunk.start, chunk.start + chunk.bucket)}
+        assert read >= set(range(known))
+
+
 def test_the_request_alone_decides_its_pool():
     pools = plan(Pool(4, 1024), Pool(1, 64), Pool(2, 256))
     assert [pools.pool_for(length) for length in (1, 64, 65, 256, 257, 1024, 1025)] == [1, 1, 2, 2, 0, 0, None]

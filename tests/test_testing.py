@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.config import Pool
 from jaxserve.engine.request import Request, SamplingParams
-from jaxserve.testing import TINY_EOS, tiny_engine
+from jaxserve.testing import MARKS, TINY_EOS, hash_tokens, tiny_engine
 
 REQUEST = Request("a", (1, 2, 3), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
 
@@ -21,3 +21,15 @@ def test_a_toy_compiles_nothing_after_it_was_made():
     engine.generate([REQUEST])
     assert engine.metrics.registry.get_sample_value("jaxserve_recompiles_total") == 0
     assert all(0 <= token <= TINY_EOS + 1 for token in engine.generate([REQUEST])[0].tokens)
+
+
+def test_a_hash_answers_each_request_in_its_own_way():
+    def answer(prompt, seed=1, stop_ids=()):
+        request = Request("a", prompt, SamplingParams(max_tokens=40))
+        return tuple(hash_tokens(request, seed, 211, stop_ids))
+
+    whole = answer((50, 51))
+    assert len(whole) == 40
+    assert len({whole, answer((51, 50)), answer((50, 52)), answer((50, 51), seed=2)}) == 4
+    assert min(whole) >= MARKS
+    assert answer((50, 51), stop_ids=(whole[7],)) == whole[: whole.index(whole[7]) + 1]

@@ -135,11 +135,11 @@ class AsyncEngine:
                     self._wake.wait()
                 if self._busy_since == math.inf:
                     self._busy_since = engine.clock()
-            said = crossing.deliver_letters()
+            self._tell(crossing.deliver_letters())
             if self._stopped:
-                self._tell(said + engine.abandon(ShuttingDown("the server is shutting down")))
+                self._tell(engine.abandon(ShuttingDown("the server is shutting down")))
                 return
-            self._tell(said + engine.tick())
+            self._tell(engine.tick())
             if engine.idle:
                 with self._wake:
                     self._wake.wait(IDLE_SECONDS)  # for company, see Policy.batch_window

@@ -9,6 +9,7 @@ import dataclasses
 from collections import deque
 
 from jaxserve.engine.request import Delta, Request
+from jaxserve.errors import NumericalError
 
 ERRORS, SECONDS = 3, 60.0
 
@@ -20,7 +21,7 @@ class Canary:
         request, tokens: the request, and the greedy tokens that it must give; without them nothing is ever asked.
 
     Attributes:
-        sick: the answer was wrong, or none came.
+        sick: the answer was wrong.
     """
 
     def __init__(self, request: Request | None = None, tokens: tuple[int, ...] = ()) -> None:
@@ -47,10 +48,12 @@ class Canary:
         return self._given is not None and request_id == f"canary-{self._asked}"
 
     def hear(self, delta: Delta) -> None:
-        """What the known request was answered."""
+        """What the known request was answered. That it had no time, or was ended, says nothing about numbers."""
         if self._given is None:
             return
         self._given += delta.tokens
-        if delta.finish_reason is not None:
+        if delta.finish_reason is None:
+            return
+        if delta.error is None or isinstance(delta.error, NumericalError):
             self.sick = self.sick or tuple(self._given) != self._expected
-            self._given = None
+        self._given = None

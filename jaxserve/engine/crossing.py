@@ -25,10 +25,14 @@ class Stream:
     """The deltas of one request, for one reader. Those that wait for a slow reader are merged.
 
     What waits is bounded by the request's own ``max_tokens``, however slow the reader is.
+
+    Attributes:
+        generated: tokens that have come, read or not, until it ended.
     """
 
     def __init__(self, request: Request, cancel: Callable[[Request, FinishReason], None]) -> None:
         self.request = request
+        self.generated = 0
         self._cancel = cancel
         self._deltas: deque[Delta] = deque()
         self._arrived = asyncio.Event()
@@ -75,6 +79,7 @@ class Stream:
         if self._done:
             return
         self._deltas.append(delta)
+        self.generated += len(delta.tokens)
         self._done = delta.finish_reason is not None
         self._arrived.set()
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,6 +34,15 @@ def test_it_reads_the_last_token_and_keeps_one():
     assert verdict.tokens.tolist() == [[7], [9]]
     assert (verdict.count.tolist(), verdict.advance.tolist()) == ([1, 1], [1, 1])
     assert verdict.scores.top_ids[:, 0, 0].tolist() == [7, 9]
+
+
+def test_while_known_tokens_are_read_again_it_says_nothing():
+    strategy, now = Autoregressive(alternatives=2), state([3, 5])
+    again = dataclasses.replace(now, length=jnp.asarray([0, 4], jnp.int32))  # one row has three tokens to read
+    proposal = strategy.propose(again, sampling_rows(2))
+    assert proposal.tokens.tolist() == [[0], [12]]
+    verdict = strategy.accept(jnp.zeros((2, 1, 20)), proposal, again, sampling_rows(2))
+    assert (verdict.count.tolist(), verdict.advance.tolist()) == ([0, 1], [1, 1])
 
 
 def test_it_needs_no_memory():

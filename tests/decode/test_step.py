@@ -204,3 +204,20 @@ def test_every_program_is_traced_once():
     before = jitted.run._cache_size(), jitted.prefill._cache_size()
     decode(sampling_rows(SLOTS, temperature=0.7, top_k=3), 8, steps=2)
     assert (jitted.run._cache_size(), jitted.prefill._cache_size()) == before
+
+
+def test_a_scrubbed_slot_is_empty_and_the_others_are_not():
+    state, _ = start()
+    before = jax.tree.map(np.asarray, jitted.prefill(GRAPH, PARAMS, state, *chunk_of(1)))
+    state = jax.tree.map(jnp.asarray, before)
+    after = jax.tree.map(np.asarray, jitted.scrub(state, jnp.int32(1)))
+    rest = np.asarray([0, 2])
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert not new[1].any()
+        assert (old[rest] == new[rest]).all()
+    assert before.cache.k[0][1].any()
+
+
+def chunk_of(slot: int):
+    chunk = np.arange(1, 17, dtype=np.int32)
+    return jnp.int32(slot), jnp.asarray(chunk), jnp.int32(0), jnp.int32(16)

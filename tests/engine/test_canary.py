@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.engine.canary import Canary
 from jaxserve.engine.request import Delta, FinishReason, Request
-from jaxserve.errors import EngineError
+from jaxserve.errors import NumericalError, QueueTimeout
 
 KNOWN = Request("golden-0", (1, 2))
 
@@ -32,7 +32,8 @@ def test_three_in_a_minute_are_too_many():
         ([Delta((7,)), Delta((8,), finish_reason=FinishReason.LENGTH)], False),
         ([Delta((7, 9), finish_reason=FinishReason.LENGTH)], True),
         ([Delta((7,), finish_reason=FinishReason.STOP)], True),
-        ([Delta(finish_reason=FinishReason.ERROR, error=EngineError("no"))], True),
+        ([Delta(finish_reason=FinishReason.ERROR, error=NumericalError("no"))], True),
+        ([Delta(finish_reason=FinishReason.ERROR, error=QueueTimeout("no"))], False),
     ],
 )
 def test_a_wrong_answer_is_remembered(deltas, sick):

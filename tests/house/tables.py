@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,40 @@ def errors_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES = {"Commands": commands_table, "Settings": config_table, "Errors": errors_table}
+# What each rig tries: its make target, and the gate that decides its exit status.
+GATES = {
+    "simulate": "10,000 histories of the engine on a device that is a hash: 0 violations; planted leaks are found",
+    "faults": "F1 to F35, staged on the real server: others' tokens stay identical",
+    "poison": "one poisoned request among 16, in each phase of its life: 15 of 15 others identical",
+    "cancels": "10,000 cancels and disconnects: no slot, descriptor, task or thread is left",
+    "drain": "SIGTERM in 32 streams, 20 times: no token lost, exit 0",
+    "probes": "engine killed, stopped, hung, loop blocked: unready within 1 s, never wrongly dead; 50 ms at 4x load",
+    "overload": "open loop at 4x: goodput 95 % of the peak, first token within 2x of that at 0.8x, refusals in 50 ms",
+    "fuzz": "10,000 malformed requests: none answered with 500 or more, none later than 2 s, all in OpenAI's shape",
+    "fuzz-parsers": "ten minutes of damaged input a parser: no crash",
+    "corrupt": "200 bit flips, truncations and deletions: each refused before ready, the file named",
+    "soak": "30 minutes of everything: at most 1 MB per 1,000 requests, nothing compiled; a planted leak is found",
+}
+RESULTS = Path(__file__).resolve().parents[1] / "rigs" / "results"
+
+
+def reliability_table() -> str:
+    """Every rig with its gate and the last result that was kept."""
+    lines = ["| `make` | What must hold | Seen |", "|---|---|---|"]
+    for name, gate in GATES.items():
+        path = RESULTS / f"{name}.json"
+        result = json.loads(path.read_text()) if path.exists() else None
+        seen = "not measured yet" if result is None else ("" if result["held"] else "**broken:** ") + result["figure"]
+        lines.append(f"| `{name}` | {gate} | {seen} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {
+    "Commands": commands_table,
+    "Settings": config_table,
+    "Errors": errors_table,
+    "Reliability": reliability_table,
+}
 
 
 def table(text: str, heading: str) -> str:

@@ -18,7 +18,7 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from unittest import mock
 
 from jaxserve.config import EngineConfig, Pool
@@ -47,6 +47,9 @@ VOCABULARY, EOS = 211, 7
 POISON, POISON_PREFILL, NONE = 1, 2, 3  # tokens that make a step fail, a chunk fail, a number that is none
 SHAPE = ModelShape(VOCABULARY, 1000, 8, 4096, 8, 2, 16)
 EVENTS = 160
+USUAL = {"submit": 2.0, "turn": 6.0, "hear": 5.0, "read": 4.0}
+RARE = {"drain": 0.01, "revoke": 0.05, "nap": 0.02, "cancel": 0.5, "pause": 0.5, "shake": 0.1, "break": 0.02}
+EVENTS_OF_A_SWARM = (*USUAL, *RARE)
 TENANTS = ("", "ann", "bob", "cat")
 
 
@@ -85,10 +88,15 @@ class Client:
 
 
 class World:
-    """One history."""
+    """One history.
 
-    def __init__(self, seed: int, device: type[HashDevice] = HashDevice) -> None:
-        self.dice = dice = random.Random(seed)
+    Args:
+        dice: what decides everything: a seed's generator, or one that hypothesis can shrink.
+        device: what stands in for a device.
+    """
+
+    def __init__(self, dice: random.Random, device: type[HashDevice] = HashDevice) -> None:
+        self.dice = dice
         self.now = dice.uniform(0, 1e6)
         self.plan = _plan(dice)
         self.policy = _policy(dice, sum(pool.slots for pool in self.plan.pools))
@@ -106,11 +114,7 @@ class World:
         self.broken = False
         self.revoked = ""
         self.closed = False  # the engine's side is over
-        swarm = ("submit", "turn", "hear", "read", "cancel", "revoke", "drain", "pause", "nap", "shake", "break")
-        usual = {"submit": 2.0, "turn": 6.0, "hear": 5.0, "read": 4.0}
-        rare = {"drain": 0.01, "revoke": 0.05, "nap": 0.02, "cancel": 0.5, "pause": 0.5, "shake": 0.1, "break": 0.02}
-        self.weights = [usual.get(kind) or rare[kind] * dice.choice((0, 1, 2)) for kind in swarm]
-        self.swarm = swarm
+        self.weights = [*USUAL.values(), *(often * dice.choice((0, 1, 2)) for often in RARE.values())]
         self.transient = False
         probe = Request("canary", (9, 8), SamplingParams(max_tokens=3, temperature=0.0))
         self.engine.canary = Canary(probe, tuple(hash_tokens(probe, 0, VOCABULARY, (EOS,))))
@@ -118,12 +122,15 @@ class World:
     def play(self) -> Counter[str]:
         """The whole history; returns how often what happened."""
         for _ in range(EVENTS):
-            kind = self.dice.choices(self.swarm, self.weights)[0]
-            getattr(self, "_" + kind)()
-            if not self.closed:
-                self._check()
-        self._settle()
+            self.happen(self.dice.choices(EVENTS_OF_A_SWARM, self.weights)[0])
+        self.settle()
         return self.seen
+
+    def happen(self, kind: str) -> None:
+        """One event, and what must hold after it."""
+        getattr(self, "_" + kind)()
+        if not self.closed:
+            self._check()
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -162,22 +169,18 @@ class World:
         if self.closed:
             return
         self.now += self.dice.uniform(0.0005, 0.02)
-        said = self.crossing.deliver_letters()
+        self._say(self.crossing.deliver_letters())
         try:
-            said += self.engine.tick()
+            self._say(self.engine.tick())
         except DeviceFault as error:
             must(self.broken, "the engine gives up a device that works")
             self.crossing.closing = error
-            said += [line for line in self.crossing.everyone(error) if line[0] not in self.ended]
-            self._note(said)
-            self.wire.append(said)
+            self._say([line for line in self.crossing.everyone(error) if line[0] not in self.ended])
             self.closed = True
             self.seen["gave up"] += 1
-            return
-        self._note(said)
-        self.wire.append(said)
 
-    def _note(self, said: Iterable[tuple[str, Delta]]) -> None:
+    def _say(self, said: list[tuple[str, Delta]]) -> None:
+        self.wire.append(said)
         for request_id, delta in said:
             must(request_id not in self.ended, f"{request_id} is told something after its end")
             if delta.tokens and self.device.lost is None:
@@ -260,7 +263,7 @@ class World:
             must(count <= self.policy.tenant_slots, f"tenant {tenant!r} holds more than its share")
         must(not self.engine.degraded or self.broken, "the numbers are doubted, but they are right")
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Nothing new comes; everything here must end."""
         for _ in range(3000):
             if not (self.engine.has_work or self.crossing.has_letters or self.wire) or self.closed:
@@ -361,8 +364,8 @@ def _mute(self: Stream, delta: Delta) -> None:
 Stream_put = Stream.put
 
 PLANTED = {
-    "a token of the last tenant stays in the slot": lambda seed: World(seed, Leaky).play(),
-    "a slot is not scrubbed": lambda seed: World(seed, Unscrubbed).play(),
+    "a token of the last tenant stays in the slot": lambda seed: World(random.Random(seed), Leaky).play(),
+    "a slot is not scrubbed": lambda seed: World(random.Random(seed), Unscrubbed).play(),
     "a restart forgets what was generated": lambda seed: _patched(seed, PoolPlan, "chunks_again", _forgetful),
     "a slow reader loses tokens": lambda seed: _patched(seed, Stream, "put", _mute),
 }
@@ -370,7 +373,7 @@ PLANTED = {
 
 def _patched(seed: int, owner: type, name: str, value: object) -> Counter[str]:
     with mock.patch.object(owner, name, value):
-        return World(seed).play()
+        return World(random.Random(seed)).play()
 
 
 # --- many histories ---------------------------------------------------------------------------------------------------
@@ -385,7 +388,7 @@ def run(seeds: Sequence[int], planted: str = "") -> tuple[Counter[str], list[tup
     wrong = []
     for seed in seeds:
         try:
-            seen += PLANTED[planted](seed) if planted else World(seed).play()
+            seen += PLANTED[planted](seed) if planted else World(random.Random(seed)).play()
         except Exception as error:  # noqa: BLE001 - any exception is a finding
             wrong.append((seed, f"{type(error).__name__}: {error}"))
     return seen, wrong
@@ -412,7 +415,7 @@ def main() -> None:
     number = {"type": int}
     args = arguments(__doc__, seeds=number | {"default": 10_000}, first=number | {"default": 0}, replay=number)
     if args.replay is not None:
-        print(World(args.replay).play())
+        print(World(random.Random(args.replay)).play())
         return
     count = 200 if args.quick else args.seeds
     began = time.monotonic()
