@@ -17,6 +17,7 @@ import msgspec
 from jaxserve import __version__, errors
 from jaxserve.config import ServerConfig
 from jaxserve.server import wire
+from jaxserve.server.keys import Scope
 from jaxserve.server.openai import HTTP_REFUSALS, TABLE
 from jaxserve.server.params import MAX_BIAS, MAX_LOGPROBS, NOTHING, RANGES, UNSERVED
 from jaxserve.server.prompts import ROLES
@@ -25,8 +26,7 @@ _JSON, _EVENTS = "application/json", "text/event-stream"
 _SCHEMAS = "#/components/schemas/"
 _ANYTHING = dict[str, Any]
 
-_AUTHORISED = (errors.Unauthenticated, errors.Forbidden)
-_SERVED = (errors.InvalidRequest, errors.Unavailable, *_AUTHORISED)
+_SERVED = (errors.InvalidRequest, errors.Unavailable)
 _GENERATED = (*_SERVED, errors.DeadlineExceeded, errors.EngineError, errors.DeviceFault)
 
 
@@ -42,6 +42,7 @@ class Operation:
         events: the type of a stream's events, if it can stream.
         example: a body that is understood.
         raises: the errors it may answer with, their subclasses included.
+        scope: what a key has to hold to ask this, on a server with keys.
         probe: it answers 503 in the form of its 200, because what it says is the status.
     """
 
@@ -53,11 +54,12 @@ class Operation:
     events: type[msgspec.Struct] | None = None
     example: dict[str, Any] = dataclasses.field(default_factory=dict)
     raises: tuple[type[errors.JaxserveError], ...] = ()
+    scope: Scope = Scope.INFER
     probe: bool = False
 
 
 def _probe(path: str, does: str, *raises: type[errors.JaxserveError]) -> Operation:
-    return Operation(method="get", path=path, does=does, gives=_ANYTHING, raises=raises, probe=True)
+    return Operation(method="get", path=path, does=does, gives=_ANYTHING, raises=raises, scope=Scope.PUBLIC, probe=True)
 
 
 _TURNS = [{"role": "user", "content": "Name three primary colours."}]
@@ -121,11 +123,9 @@ OPERATIONS: Sequence[Operation] = (
     _probe("/v2/health/live", "The same as `/livez`, as the Open Inference Protocol has it."),
     _probe("/v2/health/ready", "The same as `/readyz`, as the Open Inference Protocol has it."),
     _probe("/v2/models/{model}/ready", "The same for one model.", errors.ModelNotFound),
-    Operation(method="get", path="/metrics", does="Figures in Prometheus's text format.", raises=_AUTHORISED),
-    Operation(method="get", path="/openapi.json", does="This document.", gives=_ANYTHING),
+    Operation(method="get", path="/metrics", does="Figures in Prometheus's text format.", scope=Scope.METRICS),
+    Operation(method="get", path="/openapi.json", does="This document.", gives=_ANYTHING, scope=Scope.PUBLIC),
 )
-
-_PUBLIC = {operation.path for operation in OPERATIONS if operation.probe} | {"/openapi.json"}
 
 
 def operations(config: ServerConfig) -> list[Operation]:
@@ -169,8 +169,9 @@ def statuses(operation: Operation) -> set[int]:
     """Every status that ``operation`` may answer with."""
     raised = {row.status for cls, row in TABLE.items() if row.public and issubclass(cls, operation.raises)}
     always = {200, 400, 408, 431, 500}  # HTTP's own refusals, and what nobody foresaw
+    keyed = set() if operation.scope is Scope.PUBLIC else {401, 403}
     body = {413, 415} if operation.takes else set()
-    return raised | always | body | ({503} if operation.probe else set())
+    return raised | always | keyed | body | ({503} if operation.probe else set())
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def _described(operation: Operation) -> dict[str, Any]:
         "summary": operation.does,
         "responses": responses,
         # A server without keys asks for none.
-        "security": [] if operation.path in _PUBLIC else [{}, {"key": []}],
+        "security": [] if operation.scope is Scope.PUBLIC else [{}, {"key": [str(operation.scope)]}],
     }
     if operation.takes:
         content = {"schema": _schema(operation.takes), "examples": {"short": {"value": operation.example}}}
@@ -208,7 +209,9 @@ def _success(operation: Operation) -> dict[str, Any]:
         content = {_JSON: {"schema": _schema(operation.gives)}}
     if operation.events is not None:
         name = operation.events.__name__
-        data = {"type": "string", "contentMediaType": _JSON, "contentSchema": _schema(operation.events)}
+        schema = {"anyOf": [_schema(operation.events), _schema(wire.ErrorResponse)]}
+        event = {"type": "string", "contentMediaType": _JSON, "contentSchema": schema}
+        data = {"anyOf": [{"const": "[DONE]"}, event]}
         content[_EVENTS] = {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
         description += f" With `stream`, events whose data is a `{name}` each, and `[DONE]` at the end;"
         description += " an error that comes later is a last event with an `ErrorResponse`."

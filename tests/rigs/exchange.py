@@ -44,7 +44,7 @@ def request(
     method: str, path: str, body: bytes | None = None, headers: Sequence[tuple[str, str]] = (), *, keep: bool = False
 ) -> bytes:
     """The bytes of a request; ``headers`` replace those of the same name that it would have."""
-    own = {"host": "x", "connection": "keep-alive" if keep else "close"}
+    own = {"host": "127.0.0.1", "connection": "keep-alive" if keep else "close"}
     if body is not None:
         own |= {"content-type": "application/json", "content-length": str(len(body))}
     given = {name.lower() for name, _ in headers}

@@ -91,7 +91,7 @@ def read_gguf(data: bytes) -> None:
 
 
 def read_gguf_tokenizer(data: bytes) -> None:
-    """The tokenizer in a GGUF file's metadata, given as JSON; a GGUF file has no text but UTF-8 and no wider integer."""
+    """The tokenizer in a GGUF file's metadata, given as JSON; such a file has no text but UTF-8, no wider integer."""
     try:
         metadata = msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

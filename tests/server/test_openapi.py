@@ -10,9 +10,11 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from jaxserve import errors
 from jaxserve.config import ServerConfig
 from jaxserve.server import openapi, params, wire
-from jaxserve.server.app import create_app
+from jaxserve.server.app import SCOPES, create_app
+from jaxserve.server.keys import Scope
 from jaxserve.server.openai import HTTP_REFUSALS, TABLE
 
 DOCUMENT = msgspec.json.decode(openapi.encoded(ServerConfig()))
@@ -80,7 +82,13 @@ def test_examples_are_answered(operation, ask):
 def test_every_public_error_is_some_operations():
     public = {cls for cls, row in TABLE.items() if row.public}
     raised = {cls for cls in public for operation in openapi.OPERATIONS if issubclass(cls, operation.raises)}
-    assert raised == public
+    assert raised | {errors.Unauthenticated, errors.Forbidden} == public
+
+
+def test_scopes_are_those_of_the_gate():
+    scopes = {path.replace(":path", ""): scope for path, scope in SCOPES.items()}
+    for operation in openapi.OPERATIONS:
+        assert operation.scope == (Scope.PUBLIC if operation.probe else scopes[operation.path])
 
 
 def test_a_generating_operation_may_answer_with_whatever_there_is():
