@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -102,7 +103,7 @@ class Watchdog:
         vitals = self._service.vitals
         for part in Part:
             still = vitals.still(part)
-            if still < vitals.limit(part):
+            if still < vitals.limit(part) or math.isinf(still):  # what is gone does not stand still
                 self._dumped.discard(part)
             elif part not in self._dumped:
                 self._dumped.add(part)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import os
+import signal
 import socket
 import threading
 import time
@@ -160,10 +162,15 @@ def pauses(server: Served, prober: Prober, seconds: float, times: int = 1, most:
     return found
 
 
-def killed(seen: Seen) -> None:
-    """The engine's thread dies: nobody is sent here any more, and the process ends so that it is started anew."""
+def killed(seen: Seen, *, deaf: bool = False) -> None:
+    """The engine's thread dies: nobody is sent here any more, and the process ends so that it is started anew.
+
+    It does so even if its event loop does not hear of it (``deaf``).
+    """
     with served(faulty=True) as server, busy(server, 4), probing(server.probe_url) as prober:
         time.sleep(0.5)
+        if deaf:
+            server.control("block_loop", seconds=60)
         begin = time.monotonic()
         server.control("kill_engine")
         seen.tell(prober.await_status("/readyz", False, begin, EXIT_SECONDS))
@@ -191,6 +198,24 @@ def hung_for_good(seen: Seen) -> None:
         seen.expect(code == EX_SOFTWARE, f"exit code {code}")
         seen.expect(took <= 2 * HEARTBEAT_LIMIT + EXIT_SECONDS, f"ended after {took:.1f} s")
         seen.expect(any("stacks" in line for line in server.records("stands still")), "no stacks in the log")
+
+
+def stopped_as_a_whole(seen: Seen) -> None:
+    """A process that was stopped for longer than all limits, and goes on, is nobody to restart."""
+    limits = ("--server.heartbeat-limit-s", "1.5", "--server.loop-limit-s", "1.5")
+    with served(*limits, faulty=True) as server, busy(server, 4), probing(server.probe_url) as prober:
+        time.sleep(0.5)
+        os.kill(server.process.pid, signal.SIGSTOP)
+        time.sleep(6)
+        begin = time.monotonic()
+        os.kill(server.process.pid, signal.SIGCONT)
+        back = prober.await_status("/readyz", True, begin, BACK_SECONDS)
+        seen.expect(back is not None, f"/readyz not 200 within {BACK_SECONDS} s after a stop")
+        time.sleep(2)
+        seen.expect(server.process.poll() is None, "ended after a stop")
+        said = {one.status for one in prober.of("/livez") if one.answered >= begin}
+        seen.expect(503 not in said, "/livez 503 after a stop")
+        seen.expect(not server.records("stands still"), "a stop was taken for a hang")
 
 
 def stuck_at_start(seen: Seen) -> None:
@@ -258,11 +283,12 @@ def main() -> None:
             found = pauses(server, prober, seconds, times, most=2 if given.quick else 3)
         found["load"], figures = load(server, prober, given.load_seconds or (2.0 if given.quick else 60.0))
         control = lies_are_found(server, prober, seconds)
-    found |= {kind: Seen() for kind in ("engine killed", "hung for good", "start stuck")}
-    for _ in range(times):
-        killed(found["engine killed"])
+    found |= {kind: Seen() for kind in ("engine killed", "hung for good", "process stopped", "start stuck")}
+    for number in range(times):
+        killed(found["engine killed"], deaf=number % 3 == 2)
     for _ in range(0 if given.quick else 3):
         hung_for_good(found["hung for good"])
+        stopped_as_a_whole(found["process stopped"])
         stuck_at_start(found["start stuck"])
     wrong = [f"{kind}: {what}" for kind, seen in found.items() for what in seen.wrong]
     wrong += [] if control else ["control: a probe that lies was not found out"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 
@@ -107,6 +108,10 @@ def test_an_engine_that_has_given_up_ends_it_within_seconds(watched, caplog):
     watched.failure = DeviceFault("The device is broken.")
     watched.run(0.1, stepping=True)
     assert watched.given_up == [watched.failure]
+    watched.age = math.inf
+    watched.watchdog.look()
+    assert said(caplog, "stands still") == []
+    watched.age = 0.0
     (record,) = said(caplog, "the engine has failed")
     assert record.fields["error"] == "device_fault"
     watched.run(LEAVE_SECONDS - 0.2, stepping=True)
