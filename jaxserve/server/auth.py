@@ -91,8 +91,9 @@ class Access:
                 self._loop.call_soon_threadsafe(self._install, ring)
 
     def _install(self, ring: KeyRing) -> None:
+        now = datetime.datetime.now(datetime.UTC)
         before = {} if self.ring is None else self.ring.keys
-        revoked = [key.id for key in before.values() if key.sha256 != _digest(ring.keys.get(key.id))]
+        revoked = [key.id for key in before.values() if _is_revoked(key, ring.keys.get(key.id), now)]
         self.ring = ring
         self.limits.renew(ring.keys.values(), revoked)
         for name in revoked:
@@ -139,8 +140,11 @@ class Access:
         return charge
 
 
-def _digest(key: Key | None) -> str | None:
-    return None if key is None else key.sha256
+def _is_revoked(before: Key, after: Key | None, now: datetime.datetime) -> bool:
+    """Whether the file takes a key back: it is gone, has another secret, or was given an end that has passed."""
+    if after is None or after.sha256 != before.sha256:
+        return True
+    return after.expires is not None and after.expires != before.expires and after.expires <= now
 
 
 def _shown(scope: Scope) -> Iterable[bytes]:

@@ -77,7 +77,7 @@ class Endpoints:
         job = dataclasses.replace(plan.job, tenant=tenant, deadline=deadline)
         charge.reserve(sum(map(len, job.prompts)), len(job.prompts) * job.n * job.sampling.max_tokens)
         generation = Generation.start(job, model)
-        charge.begin(lambda: generation.completion_tokens)
+        charge.begin(lambda: generation.generated)
         if plan.stream:
             return EventStream(
                 _events(plan, generation, request),

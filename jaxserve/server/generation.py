@@ -87,6 +87,11 @@ class Choice:
         self._detokenizer = detokenizer
         self._by_token = by_token
 
+    @property
+    def generated(self) -> int:
+        """Tokens that the engine has made for it: those that nobody came to read, too, but none behind its end."""
+        return self.stream.generated if self.finish_reason is None else self.completion_tokens
+
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yields until the choice is finished; raises what the engine says went wrong."""
         try:
@@ -188,6 +193,11 @@ class Generation:
     def completion_tokens(self) -> int:
         """Tokens generated so far."""
         return sum(choice.completion_tokens for choice in self._choices)
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the engine has made so far, whether or not they were read."""
+        return sum(choice.generated for choice in self._choices)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The pieces of all choices as they come; the first error ends them all."""

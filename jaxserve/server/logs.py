@@ -8,6 +8,7 @@ escaped in both formats, so that a line stays one line.
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import os
 import queue
@@ -15,8 +16,6 @@ import select
 import threading
 from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from jaxserve.config import LogConfig
 
@@ -43,7 +42,8 @@ class JSONFormatter(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         if hasattr(record, "stacks"):
             line["stacks"] = record.stacks
-        return msgspec.json.encode(line).decode()
+        # In ASCII: what turns text around or breaks lines for one reader or another is escaped.
+        return json.dumps(line, separators=(",", ":"), default=str)
 
 
 class ConsoleFormatter(logging.Formatter):

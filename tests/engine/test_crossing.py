@@ -145,3 +145,15 @@ def test_a_mistake_that_one_request_meets_is_its_own(crossing: Crossing, monkeyp
     assert (len(last.tokens), last.finish_reason) == (6, FinishReason.LENGTH)
     assert crossing.streams == 0
     assert not crossing._engine._scheduler.has_work
+
+
+def test_what_was_generated_is_counted_read_or_not(crossing: Crossing):
+    stream = crossing.submit(ask("a", max_tokens=6, ignore_eos=True))
+    turn(crossing, 2)
+    made = stream.generated
+    stream.cancel()
+    turn(crossing, 5)
+    assert stream.generated == made > 0
+    whole = crossing.submit(ask("b", max_tokens=6, ignore_eos=True))
+    turn(crossing, 9)
+    assert whole.generated == len(whole.take().tokens) == 6

@@ -70,6 +70,7 @@ class FakeStream:
     deltas: list[Delta]
     cancelled: bool = False
     ended: JaxserveError | None = None
+    generated: int = 0
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for delta in self.deltas:
@@ -84,6 +85,7 @@ class FakeStream:
                 return
             if delta.finish_reason is not None:
                 self.engine.active.discard(self.request.id)
+            self.generated += len(delta.tokens)
             yield delta
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:

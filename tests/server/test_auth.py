@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import logging
 import re
@@ -694,6 +695,36 @@ def test_a_revoked_key_is_refused_and_its_streams_end(served, issued, service, e
     assert "[DONE]" not in found["user"]
     assert len(found["user"]) < 100
     assert found["chief"][-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("how", ["gone", "another secret", "an end that has passed"])
+def test_ways_to_revoke(how, service, issued):
+    ended: list[str] = []
+    service.access.on_revoked = ended.append
+    with changing(issued.path) as keys:
+        (at,) = [at for at, key in enumerate(keys) if key.id == issued.keys["user"].id]
+        if how == "gone":
+            del keys[at]
+        elif how == "another secret":
+            keys[at] = msgspec.structs.replace(keys[at], sha256="0" * 64)
+        else:
+            keys[at] = msgspec.structs.replace(keys[at], expires=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
+    service.access.reload()
+    service.access.reload()
+    assert ended == [issued.keys["user"].id]
+
+
+def test_a_key_that_runs_out_by_itself_ends_nothing(service, issued):
+    """Its requests were let in while it was valid; a jump of the clock must not end them all."""
+    ended: list[str] = []
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=0.2)
+    with changing(issued.path) as keys:
+        keys[:] = [msgspec.structs.replace(key, expires=soon) for key in keys]
+    service.access.reload()
+    service.access.on_revoked = ended.append
+    time.sleep(0.3)
+    service.access.reload()
+    assert ended == []
 
 
 def test_running_requests_of_a_revoked_key_may_finish(config, model, issued, engine, serve_it, events, wait_for):

@@ -196,3 +196,16 @@ def test_a_reader_that_waits_holds_the_choices_back(model, engine):
         generation.cancel()
 
     asyncio.run(run())
+
+
+def test_what_nobody_came_to_read_was_made_all_the_same(model, engine):
+    """A reader that goes away early does not hide what its request has cost; nor does it cost more than its text."""
+    engine.answer = b"x" * 100
+    generation = Generation.start(job(n=2, ignore_eos=True), model)
+    for choice in generation._choices:
+        choice.stream.generated = 30
+    generation.cancel()
+    assert (generation.generated, generation.completion_tokens) == (60, 0)
+    outputs, whole = collected(job(stop=("xxx",)), model)
+    assert outputs[0].finish_reason == "stop"
+    assert whole.generated == whole.completion_tokens == 3
