@@ -323,25 +323,6 @@ def test_metrics(ask, service):
 # --- before and after -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/readyz", "/health"])
-def test_readiness_shows_how_far_it_is(path, config, model, ask, service):
-    readiness = Service(config=config).readiness
-    service.readiness = readiness
-    seen = [ask("GET", path)]
-    for phase, done, total in (("loading", 3, 12), ("compiling", 5, 9), ("selftest", 0, 0)):
-        readiness.advance(phase, done, total)
-        seen.append(ask("GET", path))
-    assert [found.status_code for found in seen] == [503] * 4
-    assert [found.json()["status"] for found in seen] == ["starting", "loading 3/12", "compiling 5/9", "selftest"]
-    assert seen[1].json()["phase"] == "loading"
-    assert seen[1].json()["progress"] == {"done": 3, "total": 12}
-    readiness.ready()
-    found = ask("GET", path)
-    assert (found.status_code, found.json()["status"]) == (200, "ready")
-    readiness.drain()
-    assert ask("GET", path).status_code == 503
-
-
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
@@ -363,16 +344,3 @@ def test_too_early(method, path, body, ask, service):
     assert found.json()["error"]["code"] == "not_ready"
     assert "compiling 5/9" in found.json()["error"]["message"]
     assert found.headers["retry-after"] == "1"
-
-
-def test_liveness(ask, service, model):
-    assert ask("GET", "/livez").json() == {"status": "alive"}
-    service.model = dataclasses.replace(model, heartbeat=lambda: 1e9)
-    assert ask("GET", "/livez").status_code == 503
-    assert ask("GET", "/readyz").status_code == 503
-    service.model = model
-    assert ask("GET", "/livez").status_code == 200
-    service.readiness.drain()
-    assert ask("GET", "/livez").status_code == 200
-    service.readiness.fail("broken")
-    assert ask("GET", "/livez").status_code == 503
