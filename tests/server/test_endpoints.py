@@ -222,7 +222,7 @@ def test_a_refusal_of_the_engine(stream, error, status, type_, code, ask, engine
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_at_the_very_end_nothing_begins(stream, ask, engine, service):
-    service.running.end()
+    service.running.end(ShuttingDown("The server is shutting down."))
     found = ask("POST", CHAT, chat(stream=stream))
     assert (found.status_code, found.json()["error"]["code"]) == (503, "server_shutdown")
     assert engine.active == set()

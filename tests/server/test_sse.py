@@ -155,7 +155,7 @@ def test_hanging_up_ends_the_stream():
 def test_the_end_of_the_server_is_an_event():
     async def check() -> None:
         line, running = Line(), Running()
-        asyncio.get_running_loop().call_later(0.05, running.end)
+        asyncio.get_running_loop().call_later(0.05, running.end, ShuttingDown("Over."))
         await stream(numbers(100, delay=0.02), line, running)
         assert '"code":"server_shutdown"' in line.body
         assert "[DONE]" not in line.body
@@ -211,7 +211,7 @@ def test_errors_come_through():
 def test_a_server_at_its_end_takes_no_work():
     async def check() -> None:
         running = Running()
-        running.end()
+        running.end(ShuttingDown("The server is shutting down."))
         with pytest.raises(ShuttingDown):
             await attended(Line().receive, asyncio.sleep(10), running)
 
