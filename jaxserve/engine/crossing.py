@@ -130,7 +130,7 @@ class Crossing:
         if not greedier or len(self._streams) >= 2 * self._engine.capacity:
             self._engine.metrics.refused.inc()
             message = f"the queue is full: {len(self._streams)} requests are here"
-            raise Overloaded(message, retry_after=self._engine.retry_after())
+            raise Overloaded(message, retry_after=self._engine.retry_after)
 
     def submit(self, request: Request) -> Stream:
         """Sends a request over.

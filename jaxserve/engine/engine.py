@@ -51,6 +51,7 @@ class Engine:
         idle: the last tick neither dispatched nor delivered anything; what is here waits for time to pass.
         beat: when anything last moved, on the engine's clock.
         step_limit: seconds without a beat that are too long for a step.
+        retry_after: seconds until there should be room for one more, as of the last tick; any thread may read it.
         quarantine: requests that made a step fail.
         canary: watches the numbers; set it to one with a known answer.
         recompiles: compilations in this process since the warm-up; must stay 0 while it serves.
@@ -77,6 +78,7 @@ class Engine:
         self.step_limit = SOONEST
         self.recompiles = 0
         self._scheduler = Scheduler(device.plan, policy, eos)
+        self.retry_after = self._scheduler.retry_after()
         self._recovery = Recovery(device, self._scheduler.stop_ids, self._move)
         self._draw_seed = draw_seed
         self._in_flight: list[tuple[RunWork, Flight]] = []
@@ -102,10 +104,6 @@ class Engine:
     def degraded(self) -> bool:
         """Whether the known request was answered wrongly."""
         return self.canary.sick
-
-    def retry_after(self) -> float:
-        """Seconds until there should be room for one more."""
-        return self._scheduler.retry_after()
 
     def warm_up(self, progress: Progress = _ignore) -> None:
         """Compiles every program of the plan, calls each, and watches from then on that nothing compiles."""
@@ -344,6 +342,7 @@ class Engine:
         self.metrics.recompiles.inc()
 
     def _observe(self) -> None:
+        self.retry_after = self._scheduler.retry_after()
         self.metrics.running.set(self._scheduler.running)
         self.metrics.waiting.set(self._scheduler.waiting)
         self.metrics.cache_usage.set(self._scheduler.cache_usage)
