@@ -99,8 +99,8 @@ async def run(server: Served, count: int, seed: int) -> dict[str, Any]:
     ended = await storm(server, count, dice)
     seconds = time.monotonic() - began
     leaked = await settled(server, before)
-    freed = {int(runs): times for runs, times in server.control("facts")["freed_after"].items()}
-    waiting = freed.pop(-1, 0)
+    facts = server.control("facts")
+    freed = {int(runs): times for runs, times in facts["freed_after"].items()}
     errors = {how: times for how, times in ended.items() if how.startswith("error")}
     late = sum(times for runs, times in freed.items() if runs > RUNS)
     return {
@@ -111,7 +111,7 @@ async def run(server: Served, count: int, seed: int) -> dict[str, Any]:
         "leaked": leaked,
         "more_threads": server.threads() - threads,
         "more_megabytes": round((server.rss() - memory) / 2**20, 1),
-        "left_while_waiting": waiting,
+        "never_seated": facts["never_seated"],
         "freed_after_runs": freed,
         "held": not leaked and not errors and late <= sum(freed.values()) // 100 and server.threads() <= threads,
     }

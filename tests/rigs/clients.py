@@ -111,8 +111,12 @@ class Line:
             lines |= {"content-type": "application/json", "content-length": str(len(content))}
         lines |= headers or {}
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        await self.send_bytes(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
+
+    async def send_bytes(self, data: bytes) -> None:
+        """Sends anything."""
         self.began = time.monotonic()
-        self._writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
+        self._writer.write(data)
         await self._writer.drain()
 
     async def head(self, answer: Answer) -> None:

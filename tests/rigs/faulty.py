@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ TEXT_PHASES = ("validate", "tokenise")
 # Where the device's program fails: reading a prompt, decoding, or when its result is read.
 DEVICE_PHASES = ("prefill", "decode", "sample")
 HOST_PHASES = ("schedule", "admit", "deliver", "callback", "detokenise")
-PHASES = (*TEXT_PHASES, *HOST_PHASES, *DEVICE_PHASES, "tick")
+PHASES = (*TEXT_PHASES, *HOST_PHASES, *DEVICE_PHASES, "tick", "compile")
+PLANT = "RIG_PLANT"  # a variable with a JSON list of commands that are obeyed before the model is loaded
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1073741824 bytes."
 
 
@@ -89,12 +90,17 @@ class Injector:
         self._pause = 0.0
         self._leaks: Counter[str] = Counter()
         self._kept: list[Any] = []
+        self._ballast = b""
         self._runs = 0
+        self._encoded = 0
+        self._trace: deque[tuple[str, int]] = deque(maxlen=10_000)
         self._cancelled_at: dict[str, int] = {}
         self._freed_after: Counter[int] = Counter()
+        self._never_seated = 0
         self.loop: asyncio.AbstractEventLoop | None = None
         self.engine: Any = None
         self.scheduler: Any = None
+        self.programs: Any = None
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -119,6 +125,16 @@ class Injector:
         self.release()
         return fired
 
+    def spoil_weights(self) -> None:
+        """Every weight becomes NaN, in the device's memory."""
+        import jax
+        import numpy as np
+
+        def spoilt(leaf: Any) -> Any:
+            return jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), leaf.sharding)
+
+        self.programs._params = jax.tree.map(spoilt, self.programs._params)
+
     def hang_engine(self) -> None:
         """The next program does not come back until ``release``."""
         self._held["device"].clear()
@@ -140,7 +156,7 @@ class Injector:
             held.set()
 
     def slow(self, seconds: float) -> None:
-        """Every dispatch takes this much longer."""
+        """Every run takes this much longer."""
         self._pause = seconds
 
     def block_loop(self, seconds: float) -> None:
@@ -157,6 +173,17 @@ class Injector:
     def leak(self, what: str, size: int = 1) -> None:
         """From now on each request leaves ``size`` of something: ``bytes``, ``descriptor``, ``task``, ``slot``."""
         self._leaks[what] += size
+
+    def ballast(self, size: int) -> None:
+        """Takes so many bytes of memory, and gives back what it took before."""
+        self._ballast = b""
+        self._ballast = os.urandom(size)
+
+    def trace(self) -> list[tuple[str, int]]:
+        """What was dispatched since the last time: ``prefill`` and its bucket, ``run`` and its steps."""
+        trace = list(self._trace)
+        self._trace.clear()
+        return trace
 
     def blame_last(self) -> None:
         """After a failed step the wrong request is blamed: what a rig must notice."""
@@ -183,10 +210,7 @@ class Injector:
             logging.getLogger("jaxserve.rig").info("filling", extra={"fields": {"n": number, "text": "x" * size}})
 
     def facts(self) -> dict[str, Any]:
-        """Counts of what must not leak, and after how many runs the slots of cancelled requests were free.
-
-        Those that had none yet are counted under -1.
-        """
+        """Counts of what must not leak, and after how many runs the slots of cancelled requests were free."""
         assert self.loop
         tasks = asyncio.run_coroutine_threadsafe(_tasks(), self.loop).result(30)
         pools = self.scheduler._pools
@@ -198,7 +222,9 @@ class Injector:
             "streams": self.engine._crossing.streams,
             "here": self.scheduler.arrivals,
             "freed_after": {str(count): times for count, times in sorted(self._freed_after.items())},
+            "never_seated": self._never_seated,
             "runs": self._runs,
+            "encoded": self._encoded,
         }
 
     # --- what the wrapped functions ask -------------------------------------------------------------------------------
@@ -224,12 +250,17 @@ class Injector:
     def pass_by(self, where: str) -> None:
         """Waits here while something is held."""
         self._held[where].wait()
-        if where == "device" and self._pause:
+
+    def dispatched(self, kind: str, size: int) -> None:
+        """A program has been started."""
+        self._trace.append((kind, size))
+        if kind == "run":
+            self._runs += 1
             time.sleep(self._pause)
 
-    def ran(self) -> None:
-        """A run has been dispatched."""
-        self._runs += 1
+    def encoding(self) -> None:
+        """A text is about to become tokens."""
+        self._encoded += 1
 
     def arrived(self) -> None:
         """A request has come: leaves behind what shall be left."""
@@ -248,8 +279,9 @@ class Injector:
     def removed(self, scheduler: Any, running: Any, slot: int) -> None:
         """The scheduler has let a request go; it held ``slot``, or none (-1)."""
         at = self._cancelled_at.pop(running.request.id, None)
-        if at is not None:
-            self._freed_after[self._runs - at if slot >= 0 else -1] += 1
+        self._never_seated += slot < 0
+        if at is not None and slot >= 0:
+            self._freed_after[self._runs - at] += 1
         if slot >= 0 and self._leaks["slot"]:
             self._leaks["slot"] -= 1
             scheduler._pools[running.pool].free.remove(slot)
@@ -303,6 +335,7 @@ def wrap_server(injector: Injector) -> None:
     @wrap(Tokenizer, "encode")
     def encode(original: Any, self: Any, text: str, *args: Any, **kwargs: Any) -> Any:
         injector.strike("tokenise", lambda: WORD in text)
+        injector.encoding()
         return original(self, text, *args, **kwargs)
 
     @wrap(Choice, "take")
@@ -386,8 +419,14 @@ def wrap_programs(injector: Injector) -> None:
 
     refuse.armed = False  # type: ignore[attr-defined]
 
+    @wrap(Programs, "_trace")
+    def trace(original: Any, self: Any, program: Any) -> Any:
+        injector.strike("compile", lambda: program.bucket > min(self.plan.pools[program.pool].buckets))
+        return original(self, program)
+
     @wrap(Programs, "compile")
     def compile_more(original: Any, self: Any, progress: Any) -> None:
+        injector.programs = self
         original(self, progress)
         for pool in range(len(self.plan.pools)):
             state = jax.eval_shape(functools.partial(self.empty, pool))
@@ -414,6 +453,7 @@ def wrap_programs(injector: Injector) -> None:
         original: Any, self: Any, pool: int, bucket: int, state: Any, slot: int, tokens: Any, start: int, count: int
     ) -> Any:
         injector.pass_by("device")
+        injector.dispatched("prefill", bucket)
         if start == 0:
             fresh[pool, slot] = holds(tokens)
         fault = injector.due("prefill", lambda: holds(tokens))
@@ -424,7 +464,7 @@ def wrap_programs(injector: Injector) -> None:
     @wrap(Programs, "run")
     def run(original: Any, self: Any, pool: int, state: Any, control: Any, rows: Any, steps: int) -> Any:
         injector.pass_by("device")
-        injector.ran()
+        injector.dispatched("run", steps)
         for slot in map(int, np.flatnonzero(control.admit)):
             marked.discard((pool, slot))
             if fresh.pop((pool, slot), False):
@@ -453,6 +493,11 @@ def wrap_programs(injector: Injector) -> None:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
+def obey(injector: Injector, asked: dict[str, Any]) -> Any:
+    """Does what a command says."""
+    return getattr(injector, asked.pop("command"))(**asked)
+
+
 def listen(path: Path, injector: Injector) -> None:
     """Answers commands, one connection after the other."""
     path.unlink(missing_ok=True)
@@ -463,8 +508,7 @@ def listen(path: Path, injector: Injector) -> None:
             line, _ = listener.accept()
             with line, line.makefile("rw") as words:
                 try:
-                    asked = json.loads(words.readline())
-                    answer = {"value": getattr(injector, asked.pop("command"))(**asked)}
+                    answer = {"value": obey(injector, json.loads(words.readline()))}
                 except Exception as error:  # noqa: BLE001 - whoever asked is told
                     answer = {"error": f"{type(error).__name__}: {error}"}
                 words.write(json.dumps(answer) + "\n")
@@ -484,6 +528,8 @@ def main() -> None:
         wrap_server(injector)
         wrap_engine(injector)
         wrap_programs(injector)
+        for command in json.loads(os.environ.get(PLANT, "[]")):
+            obey(injector, command)
         threading.Thread(target=listen, args=(path, injector), name="injector", daemon=True).start()
 
     sys.exit(cli.run(arguments))

@@ -42,7 +42,7 @@ STEP: tuple[Case, ...] = (
 FRONT = {"validate": "internal_error", "tokenise": "internal_error", "detokenise": "internal_error"}
 QUICK = (TEXT[1], HOST[0], STEP[4])
 OTHERS = 15
-PAUSE = 0.005  # a dispatch of the tiny model is over too soon for company
+PAUSE = 0.005  # a run of the tiny model is over too soon for company
 
 
 def others(seed: int, count: int = OTHERS) -> list[dict[str, Any]]:
