@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -122,7 +122,7 @@ class Tally:
 
     Attributes:
         cases: requests that were judged.
-        statuses: how often each was answered.
+        statuses, codes: how often each was answered.
         faults: what was wrong, with the request in base64.
         slowest: seconds of the slowest answer.
         canaries: good requests in between.
@@ -130,9 +130,18 @@ class Tally:
 
     cases: int = 0
     statuses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    codes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     faults: list[dict[str, str]] = dataclasses.field(default_factory=list)
     slowest: float = 0.0
     canaries: int = 0
+
+    def count(self, answer: Answer) -> None:
+        """Counts one answer."""
+        self.statuses[answer.status] += 1
+        self.slowest = max(self.slowest, answer.seconds)
+        if answer.status >= 400:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self.codes[answer.json()["error"]["code"]] += 1
 
     def note(self, name: str, data: bytes, faults: Sequence[str]) -> None:
         """Keeps what is wrong with one answer."""
@@ -151,7 +160,9 @@ def row_cases(rows: Sequence[Row]) -> Iterator[Case]:
         yield Case(f"row {row}", row.method, row.path, request(row.method, row.path, body, row.headers), row)
 
 
-def damaged(seed: int, names: Sequence[str], good: dict[str, tuple[dict[str, Any], ...]] = GOOD) -> Iterator[Case]:
+def damaged(
+    seed: int, fields: Mapping[str, Any], good: Mapping[str, tuple[dict[str, Any], ...]] = GOOD
+) -> Iterator[Case]:
     """Good requests with something wrong, without end."""
     bodies = [json.dumps(tree).encode() for trees in good.values() for tree in trees]
     for number in range(sys.maxsize):
@@ -159,9 +170,9 @@ def damaged(seed: int, names: Sequence[str], good: dict[str, tuple[dict[str, Any
         path = draw.choice(list(good))
         tree, kind = draw.choice(good[path]), draw.random()
         name = f"damaged {seed}-{number} {path}"
-        if kind < 0.55:
-            yield Case(name, "POST", path, request("POST", path, mutate_tree(draw, tree, names)))
-        elif kind < 0.8:
+        if kind < 0.65:
+            yield Case(name, "POST", path, request("POST", path, mutate_tree(draw, tree, fields)))
+        elif kind < 0.83:
             body = mutate_bytes(draw, json.dumps(tree).encode(), bodies)
             yield Case(name, "POST", path, request("POST", path, body))
         elif draw.random() < 0.7:
@@ -174,10 +185,12 @@ def damaged(seed: int, names: Sequence[str], good: dict[str, tuple[dict[str, Any
             yield Case(f"damaged {seed}-{number} {path}", "GET", path, data, parsable=False)
 
 
-def field_names(document: dict[str, Any]) -> list[str]:
-    """Every field that a request may have."""
+def fields_of(document: dict[str, Any]) -> dict[str, Any]:
+    """Every field that a request may have, each with a good value where one is known."""
     schemas = document["components"]["schemas"]
-    return sorted({name for kind, schema in schemas.items() if "Request" in kind for name in schema["properties"]})
+    names = {name for kind, schema in schemas.items() if "Request" in kind for name in schema["properties"]}
+    known = {name: value for trees in GOOD.values() for tree in trees for name, value in tree.items()}
+    return {name: known.get(name) for name in sorted(names)}
 
 
 def row_faults(row: Row, answer: Answer) -> list[str]:
@@ -253,8 +266,7 @@ class Fuzzer:
         if slow is not None and (not answer.in_time or answer.seconds > self._patience):
             slow.append(case)
             return
-        self.tally.statuses[answer.status] += 1
-        self.tally.slowest = max(self.tally.slowest, answer.seconds)
+        self.tally.count(answer)
         faults = self._judge.faults(case.method, case.path, case.data, answer, parsable=case.parsable)
         if case.row is not None and not faults:
             faults = row_faults(case.row, answer)
@@ -318,8 +330,7 @@ class Fuzzer:
                     complete=True,
                     in_time=True,
                 )
-                self.tally.statuses[answer.status] += 1
-                self.tally.slowest = max(self.tally.slowest, answer.seconds)
+                self.tally.count(answer)
                 faults += self._judge.faults(asked["method"], path, sent, answer)
             self.tally.note(name, sent, faults)
 
@@ -377,7 +388,7 @@ def fuzz(cases: int, seed: int) -> tuple[Tally, dict[str, Any]]:
         for name, run in (
             ("rows", lambda: fuzzer.run(row_cases(rows), min(len(rows), cases))),
             ("schemathesis", lambda: fuzzer.schemathesis(max(cases // 45, 5), seed)),
-            ("damaged", lambda: fuzzer.run(damaged(seed, field_names(fuzzer.document)), cases - fuzzer.tally.cases)),
+            ("damaged", lambda: fuzzer.run(damaged(seed, fields_of(fuzzer.document)), cases - fuzzer.tally.cases)),
         ):
             earlier = fuzzer.tally.cases
             run()
@@ -393,7 +404,7 @@ def planted(seed: int, cases: int = 150) -> int:
     with served(*FLAGS, faulty=True) as server:
         fuzzer = Fuzzer(server.url)
         server.control("fail", phase="validate", marked=True)
-        fuzzer.run(damaged(seed, [], good), cases)
+        fuzzer.run(damaged(seed, {}, good), cases)
         return len(fuzzer.tally.faults)
 
 
@@ -412,7 +423,11 @@ def main() -> None:
         held=not tally.faults and found > 0,
         details=details
         | {"seed": args.seed, "statuses": statuses, "faults": tally.faults[:50], "canaries": tally.canaries}
-        | {"planted_found": found, "seconds": round(time.monotonic() - begin)},
+        | {
+            "codes": dict(tally.codes.most_common()),
+            "planted_found": found,
+            "seconds": round(time.monotonic() - begin),
+        },
         save=args.save,
     )
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 60, (1 << 63) - 1, 1 << 63)
@@ -93,58 +94,67 @@ _BYTEWISE: tuple[Callable[[random.Random, bytearray, Sequence[bytes]], None], ..
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
-def mutate_tree(draw: random.Random, tree: Any, names: Sequence[str] = ()) -> bytes:
-    """JSON of ``tree`` with one to three nodes changed, or what is almost JSON; ``names`` are keys to put in."""
+def mutate_tree(draw: random.Random, tree: Any, fields: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    """JSON of ``tree`` with one to three nodes changed, or what is almost JSON.
+
+    ``fields`` are keys to put in, each with a value of the type that it should have.
+    """
     found = copy.deepcopy(tree)
     for _ in range(draw.choice((1, 1, 2, 3))):
-        found = _change(draw, found, names)
+        found = _change(draw, found, fields)
     text = json.dumps(found)
     if draw.random() < 0.15:
         text = text.replace(draw.choice(('"#raw"', "1", "null", "true")), draw.choice(RAW_NUMBERS), 1)
     if draw.random() < 0.1 and text.endswith("}"):
-        key = draw.choice(names or ("a",))
+        key = draw.choice([*fields, "a"])
         text = text[:-1] + f',"{key}":{json.dumps(draw.choice(VALUES))},"{key}":{json.dumps(draw.choice(VALUES))}' + "}"
+    depth = draw.choice((500, 1000, 2000, 50_000))
+    text = text.replace('"#deep"', "[" * depth + "]" * depth)
     return text.replace('"#raw"', draw.choice(RAW_NUMBERS)).encode()
 
 
-def _change(draw: random.Random, tree: Any, names: Sequence[str]) -> Any:
+def _change(draw: random.Random, tree: Any, fields: Mapping[str, Any]) -> Any:
     """One change at a random node; a node near the root is the likelier."""
     if isinstance(tree, dict) and draw.random() < 0.85:
-        if names and draw.random() < 0.4:
-            return tree | {draw.choice(names): _value(draw, tree)}
+        if fields and draw.random() < 0.4:
+            name = draw.choice(list(fields))
+            return tree | {name: _value(draw, fields[name])}
         if tree:
             key = draw.choice(list(tree))
-            return _changed_entry(draw, tree, key, names)
+            return _changed_entry(draw, tree, key, fields)
     if isinstance(tree, list) and tree and draw.random() < 0.7:
         place = draw.randrange(len(tree))
         if draw.random() < 0.3:
             return draw.choice((tree * 40, tree[:place], tree + [_value(draw, tree)], [tree]))
-        return [*tree[:place], _change(draw, tree[place], names), *tree[place + 1 :]]
+        return [*tree[:place], _change(draw, tree[place], fields), *tree[place + 1 :]]
     return _value(draw, tree)
 
 
-def _changed_entry(draw: random.Random, tree: dict[str, Any], key: str, names: Sequence[str]) -> dict[str, Any]:
+def _changed_entry(draw: random.Random, tree: dict[str, Any], key: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = draw.random()
     if kind < 0.15:
         return {name: value for name, value in tree.items() if name != key}
     if kind < 0.25:
-        other = draw.choice((key.upper(), key + " ", "", "x" * 300, "__class__", *names))
+        other = draw.choice((key.upper(), key + " ", "", "x" * 300, "__class__", *fields))
         return {other if name == key else name: value for name, value in tree.items()}
-    return tree | {key: _change(draw, tree[key], names) if kind < 0.7 else _value(draw, tree[key])}
+    return tree | {key: _change(draw, tree[key], fields) if kind < 0.7 else _value(draw, tree[key])}
 
 
 def _value(draw: random.Random, old: Any) -> Any:
-    """Something that should not be there."""
+    """Something that should not be there; as often as not of the type that should."""
     kind = draw.random()
+    alike = [value for value in VALUES if type(value) is type(old)]
+    if alike and kind > 0.5:
+        return draw.choice(alike)
     if kind < 0.1:
         return "#raw"
     if kind < 0.2:
         return [old] if draw.random() < 0.5 else {"a": old}
     if kind < 0.25:
         nested: Any = old
-        for _ in range(draw.choice((3, 50, 900))):
+        for _ in range(draw.choice((3, 50))):
             nested = [nested]
-        return nested
+        return draw.choice((nested, "#deep"))
     if kind < 0.3 and isinstance(old, str):
         return old * draw.choice((2, 100, 2000))
     return draw.choice(VALUES)
