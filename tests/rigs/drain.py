@@ -123,12 +123,13 @@ async def streams_until(server: Served, drained: Drained, seed: int, second: boo
     return answers
 
 
-def drain(number: int, ending: Ending, whole: Sequence[Answer], with_signal: int = signal.SIGTERM) -> Drained:
-    """One server, from ready to gone."""
+def drain(number: int, ending: Ending, whole: Sequence[Answer] | None, with_signal: int = signal.SIGTERM) -> Drained:
+    """One server, from ready to gone; it is asked for the ``whole`` answers before if nobody knows them."""
     name, seconds, pause, second = ending
     drained = Drained(name)
     flags = ("--server.lame-duck-s", str(LAME_DUCK_SECONDS), "--server.drain-s", str(seconds))
     with served(*flags, faulty=True) as server:
+        whole = whole or undisturbed(server, number)
         server.control("slow", seconds=pause)
         answers = asyncio.run(streams_until(server, drained, number, second, with_signal))
         most = LAME_DUCK_SECONDS + (0.3 if second else seconds) + GRACE_SECONDS
@@ -140,33 +141,43 @@ def drain(number: int, ending: Ending, whole: Sequence[Answer], with_signal: int
     return drained
 
 
-def undisturbed(seeds: Sequence[int]) -> dict[int, list[Answer]]:
+def undisturbed(server: Served, seed: int) -> list[Answer]:
     """What each stream brings when nobody is told to go."""
-    with served() as server:
-        return {seed: asyncio.run(ask_all(server.url, bodies(seed))) for seed in seeds}
+    answers = asyncio.run(ask_all(server.url, bodies(seed)))
+    assert all(answer.complete for answer in answers), "not even undisturbed"
+    return answers
 
 
 def main() -> None:
     """Drains of each kind in turns, and the control."""
     given = arguments(__doc__)
-    seeds = range(2 if given.quick else 20)
-    whole = undisturbed(seeds)
-    assert all(answer.complete for answers in whole.values() for answer in answers), "not even undisturbed"
-    found = [drain(seed, ENDINGS[seed % len(ENDINGS)], whole[seed]) for seed in seeds]
-    control = drain(0, ENDINGS[1], whole[0], signal.SIGKILL)
-    wrong = [f"drain {number}, {one.ending}: {what}" for number, one in enumerate(found) for what in one.wrong]
+    seeds, whole = range(20), dict[int, list[Answer]]()
+    if given.quick:
+        seeds = range(1, 2)
+    else:
+        with served() as server:
+            whole = {seed: undisturbed(server, seed) for seed in seeds}
+    found = {seed: drain(seed, ENDINGS[seed % len(ENDINGS)], whole.get(seed)) for seed in seeds}
+    control = drain(1, ENDINGS[1], whole.get(1), signal.SIGKILL)
+    wrong = [f"drain {seed}, {one.ending}: {what}" for seed, one in found.items() for what in one.wrong]
     wrong += [] if control.wrong else ["control: a server that was killed was not found out"]
     for line in wrong:
         print(line)
-    figure = (
-        f"{len(found)} drains of {STREAMS} streams: {sum(one.done for one in found)} done, "
-        f"{sum(one.ended for one in found)} told of the shutdown, {len(wrong)} wrong; "
-        f"0 of {sum(one.asked for one in found)} obedient requests refused"
-        if not any(one.refused for one in found)
-        else f"{sum(one.refused for one in found)} obedient requests refused"
+    done, ended, asked, refused = (
+        sum(getattr(one, name) for one in found.values()) for name in ("done", "ended", "asked", "refused")
     )
-    details = {"seeds": len(seeds), "drains": [dataclasses.asdict(one) for one in found], "control": control.wrong[:3]}
-    report("drain", figure=figure, held=not wrong, details=details, save=given.save)
+    figure = (
+        f"{len(found)} drains of {STREAMS} streams: {done} done, {ended} told of the shutdown, {len(wrong)} wrong; "
+        f"{refused} of {asked} obedient requests refused"
+    )
+    drains = {seed: dataclasses.asdict(one) for seed, one in found.items()}
+    report(
+        "drain",
+        figure=figure,
+        held=not wrong,
+        details={"drains": drains, "control": control.wrong[:3]},
+        save=given.save,
+    )
 
 
 if __name__ == "__main__":
