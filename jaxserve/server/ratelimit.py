@@ -195,7 +195,7 @@ def _resized(bucket: Bucket | None, capacity: int | None, now: float) -> Bucket 
         return None
     resized = Bucket(capacity, now)
     if bucket is not None:
-        resized.take(max(0.0, capacity - bucket.level(now)), now)
+        resized.take(min(capacity, bucket.capacity - bucket.level(now)), now)
     return resized
 
 

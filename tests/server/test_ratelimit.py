@@ -313,3 +313,42 @@ def test_only_what_is_limited_is_shown(clock):
         b"x-ratelimit-remaining-tokens",
         b"x-ratelimit-reset-tokens",
     }
+
+
+@pytest.mark.parametrize(
+    ("used", "reset"),
+    [(0, b"0ms"), (1, b"100ms"), (9, b"900ms"), (10, b"1s"), (599, b"59.9s"), (600, b"1m0s")],
+)
+def test_a_reset_is_a_duration_as_openai_writes_it(used, reset, clock):
+    limits = limits_of(clock, one := key(input_tokens_per_minute=600))
+    limits.enter(one).reserve(used, 0)
+    assert dict(limits.headers(one))[b"x-ratelimit-reset-tokens"] == reset
+
+
+def test_the_scarcer_of_both_is_that_with_the_smaller_share_left(clock):
+    limits = limits_of(clock, one := key(input_tokens_per_minute=1000, output_tokens_per_minute=10))
+    limits.enter(one).reserve(900, 1)
+    assert dict(limits.headers(one))[b"x-ratelimit-limit-tokens"] == b"1000"
+    limits.enter(one).reserve(0, 9)
+    assert dict(limits.headers(one))[b"x-ratelimit-limit-tokens"] == b"10"
+
+
+def test_a_request_that_reserved_nothing_brings_nothing_back(clock):
+    limits = limits_of(clock, one := key(input_tokens_per_minute=10, output_tokens_per_minute=10))
+    limits.enter(one).reserve(10, 10)
+    limits.enter(one).settle()
+    with pytest.raises(RateLimited):
+        limits.enter(one).reserve(1, 0)
+    with pytest.raises(RateLimited):
+        limits.enter(one).reserve(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "used", "after", "left"), [(10, 4, 20, 16), (10, 4, 3, 0), (10, 0, 3, 3), (3, 3, 10, 7)]
+)
+def test_new_limits_leave_what_is_used_used(before, used, after, left, clock):
+    """Until it comes back at the new rate."""
+    limits = limits_of(clock, one := key(input_tokens_per_minute=before))
+    limits.enter(one).reserve(used, 0)
+    limits.renew([one := key(input_tokens_per_minute=after)])
+    assert dict(limits.headers(one))[b"x-ratelimit-remaining-tokens"] == str(left).encode()
