@@ -65,7 +65,8 @@ def _listen(host: str, port: int, param: str) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        named = error.errno is not None and error.errno > 0  # a name that is not found has a number of its own sort
+        reason = os.strerror(error.errno) if named else error.strerror or str(error)
         raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.", param=param) from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
