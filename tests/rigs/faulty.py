@@ -91,6 +91,7 @@ class Injector:
         self._leaks: Counter[str] = Counter()
         self._kept: list[Any] = []
         self._ballast = b""
+        self._culprit: Any = None
         self._runs = 0
         self._encoded = 0
         self._trace: deque[tuple[str, int]] = deque(maxlen=10_000)
@@ -185,18 +186,15 @@ class Injector:
         self._trace.clear()
         return trace
 
-    def blame_last(self) -> None:
+    def blame_last(self, wrongly: bool = True) -> None:
         """After a failed step the wrong request is blamed: what a rig must notice."""
         from jaxserve.engine.recovery import Recovery
         from jaxserve.errors import EngineError
 
-        Recovery.culprit = lambda self, suspects: (suspects[-1], EngineError("planted"))
-
-    def lie(self) -> None:
-        """The probes say that all is well, whatever is so: what a rig must notice."""
-        from jaxserve.server.vitals import Vitals
-
-        Vitals.ready = lambda self: True
+        self._culprit = self._culprit or Recovery.culprit
+        Recovery.culprit = (
+            (lambda recovery, suspects: (suspects[-1], EngineError("planted"))) if wrongly else self._culprit
+        )
 
     def compile(self) -> None:
         """Compiles a program that is not in the plan."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from tests.rigs.clients import Answer, ask, ask_all
@@ -121,16 +121,16 @@ async def case(server: Served, planted: Case, number: int, *, stream: bool, expe
     }
 
 
-async def run(server: Served, *, quick: bool) -> list[dict[str, Any]]:
-    """Every case on one server, and at its end the server as it was."""
+async def run(server: Served, cases: Sequence[Case], streams: Sequence[bool], first: int = 0) -> list[dict[str, Any]]:
+    """Every case on one server, and at its end the server as it was; ``first`` makes the poisoned ones differ."""
     server.control("slow", seconds=PAUSE)
     expected = await ask_all(server.url, others(0))
     assert all(answer.complete and answer.said for answer in expected)
-    results = []
-    for planted in QUICK if quick else TEXT + HOST + STEP:
-        for stream in (True,) if quick else (False, True):
+    results: list[dict[str, Any]] = []
+    for planted in cases:
+        for stream in streams:
             server.control("slow", seconds=PAUSE)
-            results.append(await case(server, planted, len(results), stream=stream, expected=expected))
+            results.append(await case(server, planted, first + len(results), stream=stream, expected=expected))
             print(results[-1], flush=True)
     facts = server.control("facts")
     if facts["free"] != facts["slots"] or facts["here"] or facts["streams"]:
@@ -144,7 +144,8 @@ def main() -> None:
     with served(faulty=True) as server:
         if args.careless:
             server.control("blame_last")
-        results = asyncio.run(run(server, quick=args.quick))
+        cases, streams = (QUICK, (True,)) if args.quick else (TEXT + HOST + STEP, (False, True))
+        results = asyncio.run(run(server, cases, streams))
     broken = [result for result in results if result["wrong"]]
     figure = f"{OTHERS} of {OTHERS} others unharmed in {len(results) - len(broken)} of {len(results)} cases"
     report("poison", figure=figure, held=not broken, details={"cases": results}, save=args.save)
