@@ -56,7 +56,7 @@ GATES = {
     "probes": "engine killed, stopped, hung, loop blocked: unready within 1 s, never wrongly dead; 50 ms at 4x load",
     "overload": "open loop at 4x: goodput 95 % of the peak, first token within 2x of that at 0.8x, refusals in 50 ms",
     "fuzz": "10,000 malformed requests: none answered with 500 or more, none later than 2 s, all in OpenAI's shape",
-    "fuzz-parsers": "ten minutes of damaged input a parser: no crash",
+    "fuzz-parsers": "ten minutes each of damaged GGUF, safetensors, manifests, requests; less of 8 others: no crash",
     "corrupt": "200 bit flips, truncations and deletions: each refused before ready, the file named",
     "soak": "30 minutes of everything: at most 1 MB per 1,000 requests, nothing compiled; a planted leak is found",
 }
@@ -67,7 +67,7 @@ def reliability_table() -> str:
     """Every rig with its gate and the last result that was kept."""
     lines = ["| `make` | What must hold | Seen |", "|---|---|---|"]
     for name, gate in GATES.items():
-        path = RESULTS / f"{name}.json"
+        path = RESULTS / f"{name.replace('-', '_')}.json"
         result = json.loads(path.read_text()) if path.exists() else None
         seen = "not measured yet" if result is None else ("" if result["held"] else "**broken:** ") + result["figure"]
         lines.append(f"| `{name}` | {gate} | {seen} |")

@@ -45,11 +45,13 @@ class Target:
         refusal: the house's own word for bytes that are no good.
         seeds: good bytes, and bad ones worth starting from.
         tree: the bytes are JSON, so that they may be damaged node by node.
+        share: of the time that a target gets; all of it for what comes from strangers.
     """
 
     read: Callable[[bytes], object]
     seeds: Callable[[], list[bytes]]
     tree: bool = False
+    share: float = 0.25
     refusal: type[Exception] = JaxserveError
 
 
@@ -358,18 +360,18 @@ def _request_seeds() -> list[bytes]:
 
 
 TARGETS: dict[str, Target] = {
-    "gguf": Target(read_gguf, committed("gguf")),
+    "gguf": Target(read_gguf, committed("gguf"), share=1),
     "gguf_tokenizer": Target(read_gguf_tokenizer, committed("gguf_tokenizer"), tree=True),
-    "safetensors": Target(read_safetensors, committed("safetensors")),
+    "safetensors": Target(read_safetensors, committed("safetensors"), share=1),
     "index": Target(read_index, _index_seeds, tree=True),
-    "manifest": Target(read_manifest, committed("manifest"), tree=True),
+    "manifest": Target(read_manifest, committed("manifest"), tree=True, share=1),
     "model_config": Target(read_model_config, _model_config_seeds, tree=True),
     "tokenizer": Target(read_tokenizer, _tokenizer_seeds, tree=True),
     "chat": Target(read_chat, _chat_seeds, tree=True),
     "output": Target(read_output, _output_seeds),
     "settings": Target(read_settings, _settings_seeds),
     "keys": Target(read_keys, _key_seeds, tree=True),
-    "request": Target(read_request, _request_seeds),
+    "request": Target(read_request, _request_seeds, share=1),
 }
 
 
