@@ -93,11 +93,18 @@ def error_object(error: Exception) -> wire.ErrorObject:
         row = row_of(error)
         if row.public:
             kind = error.kind if isinstance(error, errors.RateLimited) else row.type
-            return wire.ErrorObject(error.message, kind, error.param, error.code)
+            return wire.ErrorObject(sentence(error.message), kind, error.param, error.code)
     if isinstance(error, HTTPException) and error.status_code in HTTP_REFUSALS:
         code, message = HTTP_REFUSALS[error.status_code]
         return wire.ErrorObject(message, _INVALID, None, code)
     return wire.ErrorObject(INTERNAL, _SERVER, None, "internal_error")
+
+
+def sentence(message: str) -> str:
+    """What the engine says in passing, for a log, as a client gets it."""
+    first, _, _ = message.partition(" ")
+    begun = message[:1].upper() + message[1:] if first.isalpha() else message
+    return begun if begun.endswith((".", "!", "?")) else begun + "."
 
 
 def status_of(error: Exception) -> int:

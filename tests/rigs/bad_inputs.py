@@ -1,7 +1,8 @@
 """Twenty-seven kinds of bad input, each with the one right answer: status, type, code, param.
 
 Knows requests and answers, not who asks: a test of the endpoints asks without a socket, ``fuzz.py`` asks the real
-server. Kinds that need keys, a full queue or a failing engine are in ``ELSEWHERE``, with the test that shows them.
+server. Kinds that need keys, a full queue or a failing engine are in ``bad_states.py``; ``ELSEWHERE`` names the tests
+that show them without a process.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ TURNS = [{"role": "user", "content": "Hello"}]
 DEEP = b"[" * 100_000
 
 ELSEWHERE = {
-    11: "tests/server/test_auth.py::test_a_wrong_key_is_told",
-    12: "tests/server/test_auth.py::test_a_key_without_the_scope",
-    23: "tests/server/test_auth.py::test_a_spent_share",
+    11: "tests/server/test_auth.py::test_exactly_one_key",
+    12: "tests/server/test_auth.py::test_a_key_opens_what_its_scopes_say",
+    23: "tests/server/test_auth.py::test_a_share_that_is_used_up",
     24: "tests/server/test_endpoints.py::test_a_refusal_of_the_engine",
     25: "tests/server/test_endpoints.py::test_a_failure_of_the_engine",
 }

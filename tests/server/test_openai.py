@@ -74,6 +74,20 @@ def test_allowed_methods_come_sorted():
     assert openai.error_headers(error)["allow"] == "GET, HEAD, POST"
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("the queue is full", "The queue is full."),
+        ("Bye.", "Bye."),
+        ("'n' must be 1.", "'n' must be 1."),
+        ("max_tokens is too large", "max_tokens is too large."),
+        ("", "."),
+    ],
+)
+def test_clients_are_told_in_sentences(said, told):
+    assert openai.error_object(errors.Overloaded(said)).message == told
+
+
 @pytest.mark.parametrize("status", sorted(openai.HTTP_REFUSALS))
 def test_http_refusals(status):
     response = openai.error_response(HTTPException(status))
