@@ -23,6 +23,7 @@ WARM_UP = 100
 COMPANY = 40  # clients at once: more than there are slots, so that some wait
 PLANTED = ("slot", "descriptor", "task")
 RUNS = 2
+MEGABYTES = 10  # and no more than one for each thousand clients
 SETTLE_SECONDS, PLANTED_SECONDS = 10.0, 2.0
 COUNTED = ("slots", "free", "streams", "here", "tasks", "descriptors")
 
@@ -103,17 +104,22 @@ async def run(server: Served, count: int, seed: int) -> dict[str, Any]:
     freed = {int(runs): times for runs, times in facts["freed_after"].items()}
     errors = {how: times for how, times in ended.items() if how.startswith("error")}
     late = sum(times for runs, times in freed.items() if runs > RUNS)
+    grown, more_threads = (server.rss() - memory) / 2**20, server.threads() - threads
     return {
         "seed": seed,
         "clients": count,
         "seconds": round(seconds, 1),
         "ended": dict(ended),
         "leaked": leaked,
-        "more_threads": server.threads() - threads,
-        "more_megabytes": round((server.rss() - memory) / 2**20, 1),
+        "more_threads": more_threads,
+        "more_megabytes": round(grown, 1),
         "never_seated": facts["never_seated"],
         "freed_after_runs": freed,
-        "held": not leaked and not errors and late <= sum(freed.values()) // 100 and server.threads() <= threads,
+        "held": not leaked
+        and not errors
+        and late <= sum(freed.values()) // 100
+        and more_threads <= 0
+        and grown <= max(MEGABYTES, count / 1000),
     }
 
 

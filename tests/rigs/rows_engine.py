@@ -13,7 +13,7 @@ import httpx2
 from tests.rigs.clients import Answer, ask, ask_all
 from tests.rigs.faulty import MARK, PLANT
 from tests.rigs.served import Served, served, started
-from tests.rigs.stage import Stage, crowd, ended, long, said, until
+from tests.rigs.stage import Stage, crowd, ended, long, said, speaking, until
 
 GIVEN_UP = 70  # exit code: EX_SOFTWARE
 REFUSED = 78  # exit code: EX_CONFIG
@@ -94,14 +94,12 @@ async def broken_for_good(how: str) -> str:
     ``how`` is ``oom``, or ``weights``: they all become NaN.
     """
     with served(faulty=True) as server:
-        server.control("slow", seconds=0.02)
-        streams = [asyncio.create_task(ask(server.url, body)) for body in crowd()]
-        await until(lambda: server.metric("jaxserve_requests_running") == 6, what="streams run")
-        if how == "weights":
-            server.control("spoil_weights")
-        else:
-            server.control("fail", phase="decode", how=how, marked=False)
-        seconds = await _gives_up(server, await asyncio.gather(*streams), "device_fault")
+        async with speaking(server, 0.02) as streams:
+            if how == "weights":
+                server.control("spoil_weights")
+            else:
+                server.control("fail", phase="decode", how=how, marked=False)
+            seconds = await _gives_up(server, await asyncio.gather(*streams), "device_fault")
     return f"exit {GIVEN_UP} after {seconds:.1f} s"
 
 
@@ -150,31 +148,26 @@ async def failed_step(stage: Stage) -> str:
 async def dead_thread() -> str:
     """F13, second half: the engine's thread dies; unready at once, streams are told, the process leaves."""
     with served(faulty=True) as server:
-        server.control("slow", seconds=0.02)
-        streams = [asyncio.create_task(ask(server.url, body)) for body in crowd()]
-        await until(lambda: server.metric("jaxserve_requests_running") == 6, what="streams run")
-        server.control("kill_engine")
-        seconds = await _gives_up(server, await asyncio.gather(*streams), "engine_error")
+        async with speaking(server, 0.02) as streams:
+            server.control("kill_engine")
+            seconds = await _gives_up(server, await asyncio.gather(*streams), "engine_error")
     return f"exit {GIVEN_UP} after {seconds:.1f} s"
 
 
 async def hang() -> str:
     """F14: unready within a second, the stacks in the log, then dead, then gone."""
     with served("--server.heartbeat-limit-s", "3", faulty=True) as server:
-        server.control("slow", seconds=0.02)
-        streams = [asyncio.create_task(ask(server.url, body)) for body in crowd()]
-        await until(lambda: server.metric("jaxserve_requests_running") == 6, what="streams run")
-        server.control("hang_engine")
-        began = time.monotonic()
-        await until(lambda: _status(server, "/readyz") == 503, what="/readyz is 503")
-        unready = time.monotonic() - began
-        await until(lambda: _status(server, "/livez") == 503, 10, what="/livez is 503")
-        dead = time.monotonic() - began
-        stacks = next(one for one in server.records("stands still") if one["part"] == "engine")["stacks"]
-        assert "pass_by" in stacks, "the stacks do not show where it hangs"
-        code = await asyncio.to_thread(server.wait, 20)
-        gone = time.monotonic() - began
-        answers = await asyncio.gather(*streams)
+        async with speaking(server, 0.02) as streams:
+            server.control("hang_engine")
+            began = time.monotonic()
+            await until(lambda: _status(server, "/readyz") == 503, what="/readyz is 503")
+            unready = time.monotonic() - began
+            await until(lambda: _status(server, "/livez") == 503, 10, what="/livez is 503")
+            dead = time.monotonic() - began
+            await until(lambda: "pass_by" in _stacks(server), what="the log shows where it hangs")
+            code = await asyncio.to_thread(server.wait, 20)
+            gone = time.monotonic() - began
+            answers = await asyncio.gather(*streams)
         assert all(answer.error and not answer.done for answer in answers), [answer.error for answer in answers]
     assert code == GIVEN_UP
     return f"unready after {unready:.1f} s, dead after {dead:.1f}, exit {code} after {gone:.1f}"
@@ -248,6 +241,11 @@ async def poisoned_request(stage: Stage) -> str:
     assert failed <= most, f"{failed} steps failed until it was found"
     await stage.normal()
     return f"{failed} failed steps until it was found among 7"
+
+
+def _stacks(server: Served) -> str:
+    """What was written about an engine that stands still."""
+    return "".join(one["stacks"] for one in server.records("stands still") if one["part"] == "engine")
 
 
 def _status(server: Served, path: str) -> int:

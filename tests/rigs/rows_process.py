@@ -24,7 +24,7 @@ from jaxserve.checkpoint import manifest
 from tests.rigs.clients import Line, ask, ask_all
 from tests.rigs.keyring import OPERATOR, keyed
 from tests.rigs.served import NAME, served, started, tiny_store
-from tests.rigs.stage import Stage, crowd, ended, long, said, until
+from tests.rigs.stage import Stage, crowd, ended, long, said, speaking, until
 from tests.rigs.tiny import ROOT, write_source
 
 REFUSED = 78  # exit code: EX_CONFIG
@@ -187,24 +187,19 @@ async def terminated() -> str:
     """F21: unready but serving, then no new connections, streams to their end; what is left is told."""
     with served("--server.lame-duck-s", "1", "--server.drain-s", "20", faulty=True) as server:
         expected = await ask_all(server.url, crowd())
-        server.control("slow", seconds=0.05)
-        streams = [asyncio.create_task(ask(server.url, body)) for body in crowd()]
-        await until(lambda: server.metric("jaxserve_requests_running") == 6, what="streams run")
-        server.process.send_signal(signal.SIGTERM)
-        await until(lambda: httpx2.get(server.probe_url + "/readyz").status_code == 503, what="/readyz is 503")
-        late = await ask(server.url, long(max_tokens=4))
-        assert late.complete, "it did not serve on while it said that it is not ready"
-        answers = await asyncio.gather(*streams)
+        async with speaking(server, 0.05) as streams:
+            server.process.send_signal(signal.SIGTERM)
+            await until(lambda: httpx2.get(server.probe_url + "/readyz").status_code == 503, what="/readyz is 503")
+            late = await ask(server.url, long(max_tokens=4))
+            assert late.complete, "it did not serve on while it said that it is not ready"
+            answers = await asyncio.gather(*streams)
         code = await asyncio.to_thread(server.wait, 20)
     assert code == 0
     assert all(answer.done and answer.said == whole.said for answer, whole in zip(answers, expected, strict=True))
     with served("--server.lame-duck-s", "0", "--server.drain-s", "0.5", faulty=True) as server:
-        server.control("slow", seconds=0.2)
-        streams = [asyncio.create_task(ask(server.url, body)) for body in crowd()]
-        whole = asyncio.create_task(ask(server.url, long()))
-        await until(lambda: server.metric("jaxserve_requests_running") == 7, what="streams run")
-        server.process.send_signal(signal.SIGTERM)
-        cut, unary = await asyncio.gather(*streams), await whole
+        async with speaking(server, 0.2, long()) as streams:
+            server.process.send_signal(signal.SIGTERM)
+            *cut, unary = await asyncio.gather(*streams)
         code = await asyncio.to_thread(server.wait, 20)
     assert code == 0
     assert all(answer.error == "server_shutdown" and not answer.done for answer in cut), [one.error for one in cut]

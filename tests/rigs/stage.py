@@ -52,6 +52,20 @@ async def until(holds: Callable[[], bool], seconds: float = PATIENCE, what: str 
     return time.monotonic() - began
 
 
+@contextlib.asynccontextmanager
+async def speaking(server: Served, slow: float, *more: dict[str, Any]) -> AsyncIterator[list[asyncio.Task[Answer]]]:
+    """The crowd, and whoever is named beside it, while the block runs; a run takes ``slow`` seconds longer."""
+    server.control("slow", seconds=slow)
+    speakers = [asyncio.create_task(ask(server.url, body)) for body in (*crowd(), *more)]
+    try:
+        await until(lambda: server.metric("jaxserve_requests_running") >= len(speakers), what="the crowd speaks")
+        yield speakers
+    finally:
+        for speaker in speakers:
+            speaker.cancel()
+        await asyncio.gather(*speakers, return_exceptions=True)
+
+
 class Stage:
     """A server, the streams on it, and how it was before.
 
@@ -77,19 +91,13 @@ class Stage:
     @contextlib.asynccontextmanager
     async def unharmed(self, slow: float = 0.02) -> AsyncIterator[None]:
         """The crowd speaks while the block runs, every run ``slow`` seconds longer, and must not notice it."""
-        server = self.server
-        server.control("slow", seconds=slow)
-        speakers = [asyncio.create_task(ask(server.url, body)) for body in crowd()]
         try:
-            await until(lambda: server.metric("jaxserve_requests_running") >= len(speakers), what="the crowd starts")
-            yield
-            server.control("slow", seconds=0)
-            self.compare(await asyncio.gather(*speakers))
+            async with speaking(self.server, slow) as speakers:
+                yield
+                self.server.control("slow", seconds=0)
+                self.compare(await asyncio.gather(*speakers))
         finally:
-            for speaker in speakers:
-                speaker.cancel()
-            await asyncio.gather(*speakers, return_exceptions=True)
-            server.control("clear")
+            self.server.control("clear")
 
     def compare(self, answers: list[Answer]) -> None:
         """Asserts that the crowd said what it says undisturbed."""
