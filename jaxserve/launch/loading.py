@@ -151,9 +151,11 @@ def _plan(config: Config, family: Family) -> Plan:
 
 def _policy(config: Config, planned: Plan) -> Policy:
     engine, slots = config.engine, sum(pool.slots for pool in planned.pools)
+    at_once = slots if engine.max_concurrency == "auto" else min(slots, engine.max_concurrency)
     return Policy(
-        max_concurrency=slots if engine.max_concurrency == "auto" else min(slots, engine.max_concurrency),
-        max_waiting=engine.max_waiting,
+        max_concurrency=at_once,
+        # A longer queue serves nobody sooner: see the decision on short queues.
+        max_waiting=max(1, at_once // 2) if engine.max_waiting == "auto" else engine.max_waiting,
         queue_timeout=engine.queue_timeout_s,
         request_timeout=engine.request_timeout_s,
         batch_window=engine.batch_window_ms / 1000,

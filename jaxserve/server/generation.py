@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 from jaxserve.engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from jaxserve.errors import EngineError, JaxserveError, ShuttingDown
-from jaxserve.server.service import ServedModel, Stream
+from jaxserve.errors import EngineError, JaxserveError, Overloaded, ShuttingDown
+from jaxserve.server.service import Engine, ServedModel, Stream
 from jaxserve.text.detokenize import Detokenizer
 
 MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
+_LOOK_AGAIN = 0.25  # seconds after which a choice that found no room tries again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +75,39 @@ class Piece:
     tokens: tuple[Token, ...]
     finish_reason: str | None
     completion_tokens: int
+
+
+class LateStream:
+    """A stream that begins when there is room for it, after those of the same request that came before."""
+
+    def __init__(self, request: Request, engine: Engine, turn: asyncio.Lock) -> None:
+        self._request = request
+        self._engine = engine
+        self._turn = turn
+        self._stream: Stream | None = None
+        self._cancelled = False
+
+    @property
+    def generated(self) -> int:
+        """See ``Stream``."""
+        return 0 if self._stream is None else self._stream.generated
+
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """See ``Stream``."""
+        self._cancelled = True
+        if self._stream is not None:
+            self._stream.cancel(reason)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        async with self._turn:
+            while self._stream is None and not self._cancelled:
+                try:
+                    self._stream = self._engine.submit(self._request)
+                except Overloaded as full:
+                    await asyncio.sleep(min(full.retry_after, _LOOK_AGAIN))
+        if self._stream is not None:
+            async for delta in self._stream:
+                yield delta
 
 
 class Choice:
@@ -165,11 +199,21 @@ class Generation:
 
     @classmethod
     def start(cls, job: Job, model: ServedModel) -> Generation:
-        """Submits every choice, or none: raises what ``Engine.submit`` raises."""
+        """Submits every choice, or none: raises what ``Engine.submit`` raises.
+
+        If there is room for some of them the others come later, as one ends after the other: a request may have more
+        choices than there are places, and a short queue must not turn it away for ever.
+        """
         streams: list[Stream] = []
+        requests = job.requests()
+        turn = asyncio.Lock()
         try:
-            for request in job.requests():
+            for request in requests:
                 streams.append(model.engine.submit(request))
+        except Overloaded:
+            if not streams:
+                raise
+            streams += [LateStream(request, model.engine, turn) for request in requests[len(streams) :]]
         except JaxserveError:
             for stream in streams:
                 stream.cancel()

@@ -28,13 +28,11 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 class Stream(Protocol):
-    """The deltas of one request; the last one has a finish reason.
+    """The deltas of one request; the last one has a finish reason."""
 
-    Attributes:
-        generated: tokens that have come, read or not, until it ended.
-    """
-
-    generated: int
+    @property
+    def generated(self) -> int:
+        """Tokens that have come, read or not, until it ended."""
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 

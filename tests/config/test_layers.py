@@ -99,7 +99,7 @@ def test_an_empty_file_says_nothing(write, text):
         ("engin:\n  a: 3\n", "a.yaml:1: no section `engin` (did you mean `engine`?)."),
         (
             "\nengine:\n  max_waiting: many\n",
-            "a.yaml:3: `engine.max_waiting` takes an integer from 0 to 1,000,000, not 'many'.",
+            "a.yaml:3: `engine.max_waiting` takes `auto` or an integer from 0 to 1,000,000, not 'many'.",
         ),
         ("engine:\n  max_waiting: -1\n", "not '-1'."),
         ("engine:\n  max_waiting:\n", "not ''."),

@@ -40,7 +40,7 @@ def test_durations_name_their_unit():
 
 
 def test_values_in_words():
-    assert SETTINGS["engine.max_waiting"].values == "an integer from 0 to 1,000,000"
+    assert SETTINGS["engine.max_waiting"].values == "`auto` or an integer from 0 to 1,000,000"
     assert SETTINGS["log.format"].values == "`console` or `json`"
     assert SETTINGS["engine.memory_headroom"].values == "a number from 0 below 1"
     assert SETTINGS["engine.compilation_cache"].values == "a path or `off`"

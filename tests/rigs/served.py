@@ -32,6 +32,7 @@ FAULTY = [sys.executable, "-m", "tests.rigs.faulty"]
 # Compiled programs are kept from run to run; the quick drain is for tests that end a server.
 COMMON = [
     *("--server.port", "0", "--server.lame-duck-s", "0.2", "--server.drain-s", "5", "--log.format", "json"),
+    *("--engine.max-waiting", "256"),  # what a rig sends at once shall not be refused
     *("--engine.compilation-cache", str(ROOT / ".cache" / "programs")),
 ]
 TINY = ["--model.dtype", "float32", "--engine.pools", "16x256"]

@@ -160,14 +160,64 @@ def test_all_choices_are_submitted_or_none(model, engine):
 
     def submit(request):
         if len(engine.submitted) == 2:
-            raise Overloaded("Full.")
+            raise ShuttingDown("No more.")
         return take(request)
 
     engine.submit = submit
-    with pytest.raises(Overloaded):
+    with pytest.raises(ShuttingDown):
         Generation.start(job(n=3), dataclasses.replace(model, engine=engine))
     assert engine.active == set()
     assert len(engine.cancelled) == 2
+
+
+class Narrow:
+    """The fake engine with few places."""
+
+    def __init__(self, engine, places: int) -> None:
+        self.engine, self.places, self.most = engine, places, 0
+        self.limits = engine.limits
+
+    def submit(self, request):
+        if len(self.engine.active) >= self.places:
+            raise Overloaded("Full.", retry_after=0.01)
+        stream = self.engine.submit(request)
+        self.most = max(self.most, len(self.engine.active))
+        return stream
+
+
+def test_more_choices_than_places_come_one_after_the_other(model, engine):
+    whole, _ = collected(job(n=7, seed=5), model)
+    engine.submitted.clear()
+    narrow = Narrow(engine, 2)
+    parted, _ = collected(job(n=7, seed=5), dataclasses.replace(model, engine=narrow))
+    assert [output.text for output in parted] == [output.text for output in whole]
+    assert [request.sampling.seed for request in engine.submitted] == list(range(5, 12))
+    assert narrow.most == 2
+    assert engine.active == set()
+
+
+def test_without_any_place_a_request_is_refused(model, engine):
+    with pytest.raises(Overloaded):
+        Generation.start(job(n=3), dataclasses.replace(model, engine=Narrow(engine, 0)))
+
+
+def test_leaving_while_choices_wait_frees_all(model, engine):
+    engine.hold = True
+    narrow = Narrow(engine, 1)
+
+    async def run() -> None:
+        generation = Generation.start(job(n=3), dataclasses.replace(model, engine=narrow))
+        reader = asyncio.create_task(generation.collect())
+        await asyncio.sleep(0.05)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        generation.cancel()
+        await asyncio.sleep(0.05)
+        assert engine.active == set()
+        assert len(engine.submitted) == 1
+        assert generation.generated == 0
+
+    asyncio.run(run())
 
 
 def test_leaving_early_frees_all(model, engine):
