@@ -121,7 +121,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     header_timeout_s: Annotated[Seconds, means("longest time that a whole request head may take")] = 10.0
     body_timeout_s: Annotated[Seconds, means("longest time that a whole request body may take")] = 30.0
     keep_alive_timeout_s: Annotated[Seconds, means("how long an idle connection is kept")] = 30.0
-    write_timeout_s: Annotated[Seconds, means("a stream that nobody reads for this long is cancelled")] = 60.0
+    write_timeout_s: Annotated[Seconds, means("a client that takes nothing for this long is cut off")] = 30.0
     sse_ping_s: Annotated[Seconds, means("a silent stream gets a comment line this often")] = 15.0
     max_n: Annotated[int, Meta(ge=1, le=128), means("most choices (`n`) of a request")] = 8
     max_prompts: Annotated[int, Meta(ge=1, le=1024), means("most prompts of a completion request")] = 32

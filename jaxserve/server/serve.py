@@ -28,7 +28,8 @@ from jaxserve.server.service import Service
 logger = logging.getLogger(__name__)
 
 # A peer that vanished without a word is noticed within half a minute. Connections inherit these from the listener.
-_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+SEND_BUFFER_BYTES = 128 * 1024  # Linux doubles it; left alone, it lets each slow reader have megabytes
 
 BEAT_SECONDS = 0.1
 FAREWELL_SECONDS = 0.5  # for the last error events to leave
@@ -41,7 +42,7 @@ def listen(config: ServerConfig) -> socket.socket:
     Raises:
         ConfigError: the address is in use or is not ours.
     """
-    return _listen(config.host, config.port, "server.port")
+    return _listen(config, config.port, "server.port")
 
 
 def listen_for_probes(config: ServerConfig, main_port: int) -> socket.socket | None:
@@ -54,13 +55,14 @@ def listen_for_probes(config: ServerConfig, main_port: int) -> socket.socket | N
         return None
     param = "server.probe_port"
     if config.probe_port != "auto":
-        return _listen(config.host, config.probe_port, param)
+        return _listen(config, config.probe_port, param)
     if config.port == 65_535:
         raise ConfigError("Cannot listen beside port 65535: give the probes a port, or turn theirs off.", param=param)
-    return _listen(config.host, 0 if config.port == 0 else main_port + 1, param)
+    return _listen(config, 0 if config.port == 0 else main_port + 1, param)
 
 
-def _listen(host: str, port: int, param: str) -> socket.socket:
+def _listen(config: ServerConfig, port: int, param: str) -> socket.socket:
+    host = config.host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
@@ -69,7 +71,10 @@ def _listen(host: str, port: int, param: str) -> socket.socket:
         reason = os.strerror(error.errno) if named else error.strerror or str(error)
         raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.", param=param) from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    # It counts for a peer that has gone and for one that takes nothing: the kernel can't tell them apart.
+    patience = {"TCP_USER_TIMEOUT": int(1000 * config.write_timeout_s)}
+    for name, value in (_KEEPALIVE | patience).items():
         option = getattr(socket, name, None)
         if option is not None:
             listener.setsockopt(socket.IPPROTO_TCP, option, value)
