@@ -14,6 +14,7 @@ from functools import partial
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import Delta, FinishReason, Request, check
+from jaxserve.engine.unread import Unread, size_of
 from jaxserve.errors import EngineError, InvalidRequest, JaxserveError, Overloaded
 
 logger = logging.getLogger(__name__)
@@ -24,16 +25,23 @@ Said = list[tuple[str, Delta]]
 class Stream:
     """The deltas of one request, for one reader. Those that wait for a slow reader are merged.
 
-    What waits is bounded by the request's own ``max_tokens``, however slow the reader is.
+    What waits is bounded by the request's own ``max_tokens``, however slow the reader is; ``unread`` is the account of
+    all streams together.
 
     Attributes:
         generated: tokens that have come, read or not, until it ended.
     """
 
-    def __init__(self, request: Request, cancel: Callable[[Request, FinishReason], None]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        cancel: Callable[[Request, FinishReason], None],
+        unread: Unread[Stream] | None = None,
+    ) -> None:
         self.request = request
         self.generated = 0
         self._cancel = cancel
+        self._unread: Unread[Stream] = Unread() if unread is None else unread
         self._deltas: deque[Delta] = deque()
         self._arrived = asyncio.Event()
         self._done = False
@@ -55,6 +63,7 @@ class Stream:
             return None
         deltas = tuple(self._deltas)
         self._deltas.clear()
+        self._unread.clear(self)
         last = deltas[-1]
         return Delta(
             tokens=tuple(token for delta in deltas for token in delta.tokens),
@@ -68,6 +77,7 @@ class Stream:
 
         ``reason`` is what it counts as: ``STOP`` if its reader has found a stop string.
         """
+        self._unread.clear(self)
         if not self._done:
             self._done = True
             self._deltas.clear()
@@ -79,13 +89,15 @@ class Stream:
         if self._done:
             return
         self._deltas.append(delta)
+        self._unread.add(self, size_of(delta))
         self.generated += len(delta.tokens)
         self._done = delta.finish_reason is not None
         self._arrived.set()
 
     def fail(self, error: JaxserveError) -> None:
-        """Frees the slot and tells the reader why; called on the readers' side."""
+        """Frees the slot and tells the reader why, and nothing else; called on the readers' side."""
         self.cancel(FinishReason.ERROR)
+        self._deltas.clear()
         self._deltas.append(Delta(finish_reason=FinishReason.ERROR, error=error))
 
 
@@ -105,6 +117,7 @@ class Crossing:
         self._engine = engine
         self._wake = wake
         self._streams: dict[str, Stream] = {}
+        self._unread: Unread[Stream] = Unread()
         self._tenants: Counter[str] = Counter()
         self._letters: deque[Callable[[], Said]] = deque()
 
@@ -145,7 +158,7 @@ class Crossing:
         check(request, self._engine.limits)
         self._engine.quarantine.check(request, self._engine.clock())
         self.room(request.tenant)
-        stream = Stream(request, self._send_cancel)
+        stream = Stream(request, self._send_cancel, self._unread)
         self._streams[request.id] = stream
         self._tenants[request.tenant] += 1
         try:
@@ -174,6 +187,10 @@ class Crossing:
                 continue
             if delta.finish_reason is not None:
                 self._forget(stream.request)
+        while (slowest := self._unread.slowest()) is not None:
+            self._engine.metrics.shortages.labels("unread").inc()
+            logger.warning("a reader is too slow", extra={"fields": {"request": slowest.request.id}})
+            slowest.fail(Overloaded("too much of what was written is unread", retry_after=self._engine.retry_after))
 
     def everyone(self, error: JaxserveError) -> Said:
         """What to publish when the engine's side is gone; may be called from there."""

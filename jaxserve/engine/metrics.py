@@ -12,7 +12,7 @@ from jaxserve.engine.request import FinishReason
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 PARTS = ("engine", "event_loop")
-RESOURCES = ("descriptors", "memory")
+RESOURCES = ("descriptors", "memory", "unread")
 FILES = ("keys", "tls")
 
 

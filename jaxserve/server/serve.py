@@ -67,8 +67,8 @@ def _listen(config: ServerConfig, port: int, param: str) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        named = error.errno is not None and error.errno > 0  # a name that is not found has a number of its own sort
-        reason = os.strerror(error.errno) if named else error.strerror or str(error)
+        number = error.errno or 0  # a name that is not found has one of its own sort, below 0
+        reason = os.strerror(number) if number > 0 else error.strerror or str(error)
         raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.", param=param) from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

@@ -11,6 +11,7 @@ from jaxserve.engine.crossing import Crossing
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import FinishReason, Request, SamplingParams
 from jaxserve.engine.scheduler import Policy
+from jaxserve.engine.unread import Unread
 from jaxserve.errors import EngineError, Forbidden, InvalidRequest, Overloaded, Quarantined, ShuttingDown
 from jaxserve.plan import ModelShape, make_plan
 from jaxserve.testing import HashDevice
@@ -157,3 +158,24 @@ def test_what_was_generated_is_counted_read_or_not(crossing: Crossing):
     whole = crossing.submit(ask("b", max_tokens=6, ignore_eos=True))
     turn(crossing, 9)
     assert whole.generated == len(whole.take().tokens) == 6
+
+
+def test_who_reads_nothing_gives_way_when_too_much_waits(crossing: Crossing):
+    """Also when the answer is finished, so that it holds no slot any more; whoever reads is left alone."""
+    crossing._unread = Unread(1200)
+    quick, lazy = crossing.submit(ask("quick")), crossing.submit(ask("lazy"))
+    read: list[int] = []
+    for _ in range(12):
+        turn(crossing)
+        if (delta := quick.take()) is not None:
+            read += delta.tokens
+    assert len(read) == 6
+    late = crossing.submit(ask("late"))
+    turn(crossing, 12)
+    ends = [stream.take() for stream in (lazy, late)]
+    (refused,) = [end for end in ends if end is not None and end.error is not None]
+    assert isinstance(refused.error, Overloaded)
+    assert refused.tokens == ()
+    assert sum(end is not None and len(end.tokens) == 6 for end in ends) == 1
+    assert crossing._engine.metrics.shortages.labels("unread")._value.get() == 1
+    assert crossing._unread.slowest() is None
