@@ -57,14 +57,14 @@ async def exchange(address: tuple[str, int], data: bytes, patience: float) -> An
     """Sends ``data`` on a connection of its own and reads one answer, for at most ``patience`` seconds."""
     begin = time.monotonic()
     said = bytearray()
-    in_time, ended = True, False
+    in_time, ended, bodiless = True, False, data.startswith(b"HEAD ")
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(patience):
             reader, writer = await asyncio.open_connection(*address)
             sending = asyncio.create_task(_send(writer, data))
             try:
-                while not _complete(said) and len(said) < MOST:
+                while not _complete(said, bodiless=bodiless) and len(said) < MOST:
                     piece = await reader.read(65_536)
                     if not piece:
                         ended = True
@@ -79,7 +79,8 @@ async def exchange(address: tuple[str, int], data: bytes, patience: float) -> An
     finally:
         if writer is not None:
             writer.transport.abort()
-    return _read(bytes(said), time.monotonic() - begin, ended=ended, in_time=in_time)
+    complete = _complete(said, bodiless=bodiless) and (ended or in_time)
+    return _read(bytes(said), time.monotonic() - begin, complete=complete, in_time=in_time)
 
 
 async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
@@ -107,25 +108,25 @@ def _head(said: bytes | bytearray) -> tuple[int, dict[str, str], int] | None:
     return status, headers, end + 4
 
 
-def _complete(said: bytes | bytearray) -> bool:
+def _complete(said: bytes | bytearray, *, bodiless: bool) -> bool:
     head = _head(said)
-    if head is None:
-        return False
+    if head is None or bodiless:
+        return head is not None
     _, headers, start = head
     if headers.get("transfer-encoding") == "chunked":
         return said.endswith(b"0\r\n\r\n")
     return len(said) - start >= int(headers.get("content-length", 0))
 
 
-def _read(said: bytes, seconds: float, *, ended: bool, in_time: bool) -> Answer:
+def _read(said: bytes, seconds: float, *, complete: bool, in_time: bool) -> Answer:
     head = _head(said)
     if head is None:
         return Answer(0, {}, said, seconds, complete=False, in_time=in_time)
     status, headers, start = head
-    body, complete = said[start:], _complete(said)
+    body = said[start:]
     if headers.get("transfer-encoding") == "chunked":
         body = _unchunked(body)
-    return Answer(status, headers, body, seconds, complete=complete and (ended or in_time), in_time=in_time)
+    return Answer(status, headers, body, seconds, complete=complete, in_time=in_time)
 
 
 def _unchunked(body: bytes) -> bytes:
