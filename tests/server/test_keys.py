@@ -325,7 +325,9 @@ def test_nothing_that_no_entry_takes_is_made():
         create("one", (Scope.PUBLIC,))
 
 
-def _add(path, count):
+def _add(path, count, start=None):
+    if start is not None:
+        start.wait()
     for _ in range(count):
         with changing(path) as found:
             found.append(create("one", (Scope.INFER,))[0])
@@ -335,13 +337,28 @@ def test_two_that_change_it_take_turns_and_a_reader_never_sees_half(tmp_path):
     path = tmp_path / "keys.yaml"
     _add(path, 1)
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_add, args=(path, 15)) for _ in range(2)]
+    start = context.Barrier(2)
+    writers = [context.Process(target=_add, args=(path, 12, start)) for _ in range(2)]
     for writer in writers:
         writer.start()
     seen = [1]
     while any(writer.is_alive() for writer in writers):
         seen.append(len(read_ring(path).keys))
+        time.sleep(0.002)
     for writer in writers:
         writer.join()
     assert seen == sorted(seen)
-    assert len(read_ring(path).keys) == 31
+    assert len(read_ring(path).keys) == 25
+
+
+def test_a_disk_that_fails_leaves_the_file_and_nothing_else(file, tmp_path, monkeypatch):
+    path = file(ENTRY)
+
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(keys.os, "fsync", fail)
+    with pytest.raises(ConfigError, match="cannot be written: No space left"), changing(path) as found:
+        found.clear()
+    assert path.read_text() == ENTRY
+    assert [entry.name for entry in tmp_path.iterdir()] == ["keys.yaml"]

@@ -252,16 +252,19 @@ def test_what_is_used_up_stays_used_up(clock):
     limits.renew([one])
     with pytest.raises(RateLimited):
         limits.enter(one)
-    limits.renew([wider := key(requests_per_minute=4, concurrency=3)])
-    with pytest.raises(RateLimited):
-        limits.enter(wider)
-    clock.now += 60
+    limits.renew([wider := key(requests_per_minute=3, concurrency=3)])
     limits.enter(wider)
     with pytest.raises(RateLimited, match="3 requests running"):
         limits.enter(wider)
+    limits.renew([wider := key(requests_per_minute=3, concurrency=9)])
+    with pytest.raises(RateLimited, match="used up its requests"):
+        limits.enter(wider)
     for charge in running:
         charge.settle()
-    limits.enter(wider)
+    limits.renew([key(concurrency=2)])
+    limits.enter(key())
+    with pytest.raises(RateLimited, match="2 requests running"):
+        limits.enter(key())
     limits.renew([free := key()])
     limits.enter(free)
 
