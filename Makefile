@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test check bench simulate faults poison cancels soak overload fuzz fuzz-parsers corrupt probes drain tables constraints python
+.PHONY: setup serve test check bench simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
@@ -52,6 +52,9 @@ soak: $(VENV)/.dev                   ## 30 minutes of everything at once; ARGS='
 
 overload: $(VENV)/.serve $(VENV)/.dev ## up to ten times as many requests as it can serve
 	$(VENV)/bin/python -m tests.rigs.overload $(ARGS)
+
+slow: $(VENV)/.dev                   ## five hundred clients that take their time, and others who do not
+	$(VENV)/bin/python -m tests.rigs.slow $(ARGS)
 
 fuzz: $(VENV)/.rigs                  ## 10,000 malformed requests against the real server
 	$(VENV)/bin/python -m tests.rigs.fuzz $(ARGS)

@@ -14,7 +14,7 @@ from jaxserve.engine.request import Delta
 
 Owner = TypeVar("Owner", bound=Hashable)
 
-MOST_BYTES = 64 * 2**20
+MOST_BYTES = 16 * 2**20
 _DELTA, _TOKEN, _LOGPROB, _ALTERNATIVE = 128, 64, 224, 112  # as CPython keeps them
 
 

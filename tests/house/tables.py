@@ -55,6 +55,7 @@ GATES = {
     "drain": "SIGTERM in 32 streams, 20 times: no token lost, exit 0",
     "probes": "engine killed, stopped, hung, loop blocked: unready within 1 s, never wrongly dead; 50 ms at 4x load",
     "overload": "open loop at 4x: goodput 95 % of the peak, first token within 2x of that at 0.8x, refusals in 50 ms",
+    "slow": "500 slow clients: 99 % of the others served, all of them gone 2 s after their limit, +20 MiB at most",
     "fuzz": "10,000 malformed requests: none answered with 500 or more, none later than 2 s, all in OpenAI's shape",
     "fuzz-parsers": "ten minutes each of damaged GGUF, safetensors, manifests, requests; less of 8 others: no crash",
     "corrupt": "200 bit flips, truncations and deletions: each refused before ready, the file named",

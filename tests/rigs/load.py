@@ -109,6 +109,7 @@ class _Line(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
+        self._client.lines.add(self)
         self._parser = httptools.HttpResponseParser(self)
 
     def send(self, shot: Shot) -> None:
@@ -121,12 +122,15 @@ class _Line(asyncio.Protocol):
         return not self._transport.is_closing() and self._loop.time() - self.idle_since < _STALE
 
     def close(self) -> None:
+        """Says nothing more of its request."""
+        self._shot = None
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._client.lines.discard(self)
         if self._shot is not None:
             self._shot.code = "cut"
             self._finish()
@@ -171,6 +175,7 @@ class Client:
     def __init__(self, url: str, on_end: Callable[[Shot], None] = lambda _: None) -> None:
         parts = urlsplit(url)
         self.address = (parts.hostname or "", parts.port or 0)
+        self.lines: set[_Line] = set()
         self.idle: list[_Line] = []
         self.open = 0
         self._on_end = on_end
@@ -204,8 +209,8 @@ class Client:
             await self._answered.wait()
 
     def close(self) -> None:
-        """Closes what is idle."""
-        for line in self.idle:
+        """Closes every connection, those that still wait for an answer, too."""
+        for line in tuple(self.lines):
             line.close()
 
     async def _connect(self, shot: Shot) -> None:
