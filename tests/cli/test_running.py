@@ -30,7 +30,7 @@ def test_serve_hands_over_the_settings(capsys, toy, monkeypatch):
 def test_plan(capsys, toy):
     output = run(capsys, "plan")
     assert "cache, pool 2x64" in output
-    assert "programs: 2" in output
+    assert "programs: 3" in output
 
 
 def test_plan_that_does_not_fit(capsys, toy):
