@@ -25,7 +25,7 @@ PLANTED = ("slot", "descriptor", "task")
 RUNS = 2
 MEGABYTES = 10  # and no more than one for each thousand clients
 SETTLE_SECONDS, PLANTED_SECONDS = 10.0, 2.0
-COUNTED = ("slots", "free", "streams", "here", "tasks", "descriptors")
+COUNTED = ("taken", "streams", "here", "tasks", "descriptors")
 
 
 def body(dice: random.Random) -> tuple[str, dict[str, Any]]:

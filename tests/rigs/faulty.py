@@ -215,8 +215,7 @@ class Injector:
         return {
             "tasks": tasks,
             "threads": sorted(thread.name for thread in threading.enumerate()),
-            "slots": sum(len(pool.free) + len(pool.running) for pool in pools),
-            "free": sum(len(pool.free) for pool in pools),
+            "taken": sum(pool.slots for pool in self.engine._engine.plan.pools) - sum(len(pool.free) for pool in pools),
             "streams": self.engine._crossing.streams,
             "here": self.scheduler.arrivals,
             "freed_after": {str(count): times for count, times in sorted(self._freed_after.items())},
