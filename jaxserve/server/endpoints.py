@@ -8,7 +8,6 @@ passes on.
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -29,9 +28,6 @@ from jaxserve.server.parse import parse
 from jaxserve.server.service import ServedModel, Service
 from jaxserve.server.shapes import ChatShape, CompletionShape, Envelope, GenerateShape, MaybeUsage, Shape
 from jaxserve.server.sse import EventStream, attended
-
-_TIMEOUT_HEADER = "x-request-timeout-ms"
-_LONGEST_TIMEOUT_MS = 24 * 3600 * 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,20 +166,10 @@ def _tenant(request: Request) -> str:
 
 
 def _deadline(request: Request) -> float | None:
-    """When the client gives up, on the monotonic clock, if it says so: counted from the end of the request's head.
-
-    Raises:
-        InvalidRequest: it does not say it in whole milliseconds, or twice.
-    """
-    given = request.headers.getlist(_TIMEOUT_HEADER)
-    if not given:
-        return None
-    milliseconds = int(given[0]) if re.fullmatch(r"[0-9]{1,9}", given[0]) else 0
-    if len(given) > 1 or not 1 <= milliseconds <= _LONGEST_TIMEOUT_MS:
-        message = f"The header '{_TIMEOUT_HEADER}' must be a whole number from 1 to {_LONGEST_TIMEOUT_MS}."
-        raise InvalidRequest(message, param=_TIMEOUT_HEADER)
+    """When the client gives up, on the monotonic clock, if it says so: counted from the end of the request's head."""
+    timeout = params.client_timeout(request.headers.getlist(params.TIMEOUT_HEADER))
     arrived: float = request.scope["state"].get("arrived", time.monotonic())
-    return arrived + milliseconds / 1000
+    return None if timeout is None else arrived + timeout
 
 
 def _usage(generation: Generation, request: Request) -> wire.Usage:
@@ -280,6 +266,7 @@ def _tokenize(body: bytes, model: ServedModel, service: Service) -> wire.Tokeniz
 def _detokenize(body: bytes, model: ServedModel, _: Service) -> wire.DetokenizeResponse:
     wanted = parse(body, wire.DetokenizeRequest)
     _check_model(wanted.model, model)
+    params.check_count("tokens", len(wanted.tokens), prompts.countable(model))
     params.check_token_ids("tokens", wanted.tokens, model.engine.limits.vocab_size)
     return wire.DetokenizeResponse(model.tokenizer.decode(wanted.tokens, skip_special=False))
 

@@ -19,7 +19,15 @@ from jaxserve.config import ServerConfig
 from jaxserve.server import wire
 from jaxserve.server.keys import Scope
 from jaxserve.server.openai import HTTP_REFUSALS, TABLE
-from jaxserve.server.params import MAX_BIAS, MAX_LOGPROBS, NOTHING, RANGES, UNSERVED
+from jaxserve.server.params import (
+    LONGEST_TIMEOUT_MS,
+    MAX_BIAS,
+    MAX_LOGPROBS,
+    NOTHING,
+    RANGES,
+    TIMEOUT_HEADER,
+    UNSERVED,
+)
 from jaxserve.server.prompts import ROLES
 
 _JSON, _EVENTS = "application/json", "text/event-stream"
@@ -195,6 +203,14 @@ def _described(operation: Operation) -> dict[str, Any]:
     if operation.takes:
         content = {"schema": _schema(operation.takes), "examples": {"short": {"value": operation.example}}}
         found["requestBody"] = {"required": True, "content": {_JSON: content}}
+        found["parameters"] = [
+            {
+                "name": TIMEOUT_HEADER,
+                "in": "header",
+                "description": "How long the client waits, in milliseconds; then the answer is 408.",
+                "schema": {"type": "integer", "minimum": 1, "maximum": LONGEST_TIMEOUT_MS},
+            }
+        ]
     if "{model}" in operation.path:
         found["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     return found

@@ -18,6 +18,8 @@ from jaxserve.server import wire
 
 MAX_LOGPROBS = 20  # as OpenAI's chat API
 MAX_BIAS = 100.0
+TIMEOUT_HEADER = "x-request-timeout-ms"
+LONGEST_TIMEOUT_MS = 24 * 3600 * 1000
 _LEAST_TOP_P = 1e-9  # OpenAI allows 0, which means the likeliest token alone; so does this
 
 # Ranges that depend on nothing: OpenAI's where OpenAI has the parameter.
@@ -62,6 +64,21 @@ def refuse_unserved(request: wire.SamplingFields | wire.TokenizeRequest) -> None
 def _same(value: Any, other: Any) -> bool:
     """Equal, and of the same type: 0 is not ``false``."""
     return type(value) is type(other) and bool(value == other)
+
+
+def client_timeout(given: Sequence[str]) -> float | None:
+    """How long the client waits, in seconds, by the values of its header; ``None`` if it does not say.
+
+    Raises:
+        InvalidRequest: it does not say it in whole milliseconds, or says it twice.
+    """
+    if not given:
+        return None
+    milliseconds = int(given[0]) if re.fullmatch(r"[0-9]{1,9}", given[0]) else 0
+    if len(given) > 1 or not 1 <= milliseconds <= LONGEST_TIMEOUT_MS:
+        message = f"The header '{TIMEOUT_HEADER}' must be a whole number from 1 to {LONGEST_TIMEOUT_MS}."
+        raise InvalidRequest(message, param=TIMEOUT_HEADER)
+    return milliseconds / 1000
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:

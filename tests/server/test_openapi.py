@@ -64,6 +64,13 @@ def test_every_reference_leads_somewhere():
     assert all(resolved(reference) for reference in found)
 
 
+def test_whoever_sends_a_body_may_say_how_long_they_wait():
+    for path, operations in DOCUMENT["paths"].items():
+        for operation in operations.values():
+            headers = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "header"]
+            assert headers == (["x-request-timeout-ms"] if "requestBody" in operation else []), path
+
+
 def test_ids_are_unique():
     ids = [operation["operationId"] for operations in DOCUMENT["paths"].values() for operation in operations.values()]
     assert len(set(ids)) == len(ids)

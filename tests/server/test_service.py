@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 
 from jaxserve.engine.metrics import Metrics
 from jaxserve.errors import NotReady, Overloaded, ShuttingDown
@@ -56,3 +59,12 @@ def test_short_memory_refuses_generations_and_is_counted(service, model):
 def test_the_memory_limit_may_be_set_or_off(config):
     for limit, short in ((1024, True), (None, False)):
         assert Service(config=msgspec.structs.replace(config, rss_limit_bytes=limit)).memory.short() is short
+
+
+def test_what_is_no_request_is_counted(service, serve_it):
+    service.metrics = Metrics()
+    with serve_it(service) as served, socket.create_connection(served.address, timeout=5) as connection:
+        connection.sendall(b"no request\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+    said = generate_latest(service.metrics.registry).decode()
+    assert 'jaxserve_http_request_seconds_count{method="other",route="unmatched",status="400"} 1.0' in said
