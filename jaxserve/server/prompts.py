@@ -21,7 +21,7 @@ from jaxserve.server.service import ServedModel
 from jaxserve.text.chat import ChatTemplate, Prompt
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_COUNTABLE = 2**20  # most tokens that are counted for those who only want to count
+_COUNTABLE = 2**17  # most tokens that are counted for those who only want to count, unless the model takes more
 _TAKEN = frozenset(inspect.signature(ChatTemplate.prompt).parameters)
 
 
@@ -51,12 +51,17 @@ def completion_prompts(
 
 
 def text_tokens(text: str, model: ServedModel, *, add_special: bool) -> list[int]:
-    """Token ids of a text, up to a million of them, for those who only want to count.
+    """Token ids of a text, up to ``countable`` of them, for those who only want to count.
 
     Raises:
         ContextLengthExceeded: more than that.
     """
-    return _encode(Prompt(text), model, "prompt", add_special=add_special, most=_COUNTABLE)
+    return _encode(Prompt(text), model, "prompt", add_special=add_special, most=countable(model))
+
+
+def countable(model: ServedModel) -> int:
+    """The longest list of tokens that is made or read without anything being generated."""
+    return max(_COUNTABLE, model.engine.limits.max_length)
 
 
 def chat_prompt(
@@ -87,7 +92,7 @@ def chat_prompt(
     variables = wanted.chat_template_kwargs or {}
     if not _TAKEN.isdisjoint(variables):
         raise InvalidRequest("'chat_template_kwargs' sets a name that is taken.", param="chat_template_kwargs")
-    most = _COUNTABLE if to_count else model.engine.limits.max_input_tokens
+    most = countable(model) if to_count else model.engine.limits.max_input_tokens
     opens = not wanted.continue_final_message if wanted.add_generation_prompt is None else wanted.add_generation_prompt
     with _blaming("messages"):
         prompt = model.chat_template.prompt(

@@ -28,6 +28,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under t
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _LEAST_WORDS, _MOST_WORDS = 8, 200  # characters of a template's complaint
 _MAX_DEPTH = 64  # of lists and objects in each other
+_MAX_VALUES = 100_000  # in all messages, tools and variables of a request; half a second's work
+_MAX_ARGUMENTS = 2**18  # characters of a call's arguments; longer ones stay text
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends with a space to see whether the template trims
 _ENVIRONMENT = TemplateEnvironment()
 _RESERVED = frozenset(
@@ -211,26 +213,27 @@ class ChatTemplate:
                 raise InvalidRequest(
                     "'chat_template_kwargs' sets a name that is not free.", param="chat_template_kwargs"
                 )
+        plain, more = _Plain("messages"), _Plain("chat_template_kwargs")
         try:
             return {
-                "messages": [self._message(index, message) for index, message in enumerate(messages)],
-                "tools": None if tools is None else _plain(list(tools)),
+                "messages": [self._message(index, message, plain) for index, message in enumerate(messages)],
+                "tools": None if tools is None else plain(list(tools)),
                 "documents": None,
-                **_plain(dict(variables)),
+                **more(dict(variables)),
             }
         except UnicodeEncodeError:
             message = "A string in the messages holds a lone surrogate: it is not valid Unicode."
             raise InvalidRequest(message, param="messages", code="invalid_string") from None
 
-    def _message(self, index: int, message: object) -> dict[str, Any]:
+    def _message(self, index: int, message: object, rebuilt: _Plain) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             raise InvalidRequest("A message must be an object.", param=f"messages[{index}]")
-        plain = {key: value for key, value in _plain(message).items() if value is not None}
+        plain = {key: value for key, value in rebuilt(message).items() if value is not None}
         reasoning = next((plain[name] for name in _REASONING if name in plain), None)
         if reasoning is not None:
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
         if isinstance(plain.get("tool_calls"), list):
-            plain["tool_calls"] = [_with_parsed_arguments(call) for call in plain["tool_calls"]]
+            plain["tool_calls"] = [_with_parsed_arguments(call, rebuilt) for call in plain["tool_calls"]]
         if isinstance(plain.get("content"), list):
             parts = _text_parts(plain["content"], f"messages[{index}].content")
             plain["content"] = parts if self.reads_parts else " ".join(part["text"] for part in parts)
@@ -290,20 +293,32 @@ def _named_template(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _plain(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """``value`` rebuilt from plain JSON types: nothing a template could call methods of. Strings must be Unicode."""
-    if depth < 0:
-        raise InvalidRequest("The messages are nested too deeply.", param="messages")
-    if value is None or type(value) in (bool, int, float):
-        return value
-    if isinstance(value, str):
-        value.encode()
-        return str(value)
-    if isinstance(value, Mapping):
-        return {_plain(key, depth - 1): _plain(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, depth - 1) for item in value]
-    raise InvalidRequest(f"The messages hold a {type(value).__name__}, which is not JSON.", param="messages")
+class _Plain:
+    """Rebuilds values from plain JSON types, so many in all: nothing a template could call methods of.
+
+    Its errors name ``param``.
+    """
+
+    def __init__(self, param: str) -> None:
+        self._param = param
+        self._left = _MAX_VALUES
+
+    def __call__(self, value: Any, depth: int = _MAX_DEPTH) -> Any:
+        """``value`` once more. Raises UnicodeEncodeError for a string that is not Unicode."""
+        self._left -= 1
+        if depth < 0 or self._left < 0:
+            how = "nested too deeply" if depth < 0 else f"made of more than {_MAX_VALUES} values"
+            raise InvalidRequest(f"'{self._param}' is {how}.", param=self._param)
+        if value is None or type(value) in (bool, int, float):
+            return value
+        if isinstance(value, str):
+            value.encode()
+            return str(value)
+        if isinstance(value, Mapping):
+            return {self(key, depth - 1): self(item, depth - 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self(item, depth - 1) for item in value]
+        raise InvalidRequest(f"A {type(value).__name__} is not JSON.", param=self._param)
 
 
 def _text_parts(parts: list[Any], place: str) -> list[dict[str, Any]]:
@@ -314,18 +329,19 @@ def _text_parts(parts: list[Any], place: str) -> list[dict[str, Any]]:
     return [{**part, "type": "text"} for part in parts]
 
 
-def _with_parsed_arguments(call: Any) -> Any:
+def _with_parsed_arguments(call: Any, rebuilt: _Plain) -> Any:
     """The call with its arguments as an object: most templates go through them, and print JSON text as a string."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(text, str) or len(text) > _MAX_ARGUMENTS:
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(text)
     except (ValueError, RecursionError):
         return call
     if not isinstance(arguments, dict):
         return call
-    return {**call, "function": {**function, "arguments": _plain(arguments)}}
+    return {**call, "function": {**function, "arguments": rebuilt(arguments)}}
 
 
 def _with_tag(data: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from tests.rigs import bad_inputs, bad_states, verdict
+from tests.rigs import bad_inputs, bad_states, largest, verdict
 from tests.rigs.bad_inputs import CHAT, GENERATE, TEXT, TURNS, Row
 from tests.rigs.exchange import Answer, exchange, request
 from tests.rigs.faulty import WORD
@@ -185,6 +185,12 @@ def damaged(
             yield Case(f"damaged {seed}-{number} {path}", "GET", path, data, parsable=False)
 
 
+def largest_cases() -> Iterator[Case]:
+    """Good requests that cost as much as one can."""
+    for name, (path, body) in largest.CASES.items():
+        yield Case(f"largest: {name}", "POST", path, request("POST", path, body))
+
+
 def fields_of(document: dict[str, Any]) -> dict[str, Any]:
     """Every field that a request may have, each with a good value where one is known."""
     schemas = document["components"]["schemas"]
@@ -225,9 +231,9 @@ class Fuzzer:
         self._patience = patience
         self._expected = self._good_answer()
 
-    def run(self, cases: Iterator[Case], count: int) -> None:
+    def run(self, cases: Iterator[Case], count: int, at_once: int = AT_ONCE) -> None:
         """Asks up to ``count`` of them."""
-        asyncio.run(self._run(cases, count))
+        asyncio.run(self._run(cases, count, at_once))
 
     def canary(self) -> None:
         """A good request: its tokens must be those of the first one."""
@@ -243,7 +249,7 @@ class Fuzzer:
     def _good_answer(self) -> Any:
         return httpx2.post(self.url + GENERATE, json=CANARY, timeout=30).json()["logprobs"]
 
-    async def _run(self, cases: Iterator[Case], count: int) -> None:
+    async def _run(self, cases: Iterator[Case], count: int, at_once: int) -> None:
         slow: list[Case] = []
         left = iter(range(count))
 
@@ -256,7 +262,7 @@ class Fuzzer:
                 if number % 100 == 99:
                     await asyncio.to_thread(self.canary)
 
-        await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
+        await asyncio.gather(*(worker() for _ in range(at_once)))
         for case in slow:  # once more and alone: it may have been the machine
             self.tally.cases -= 1
             await self._ask(case, None)
@@ -410,6 +416,20 @@ def fuzz(cases: int, seed: int, *, quick: bool) -> tuple[Tally, dict[str, Any]]:
         return fuzzer.tally, {"sources": sources, **check_process(server, before, fuzzer.tally)}
 
 
+def fuzz_largest(tally: Tally) -> dict[str, Any]:
+    """The costliest bodies, one at a time, on a server of their own, and what they leave in its memory."""
+    with served("--engine.max-output-tokens", str(OUTPUT)) as server:
+        fuzzer = Fuzzer(server.url)
+        fuzzer.tally = tally
+        before, cases = server.rss(), tally.cases
+        fuzzer.run(largest_cases(), len(largest.CASES), at_once=1)
+        growth = server.rss() - before
+        if growth > largest.MOST_GROWTH:
+            tally.note("largest", b"", [f"grew by {growth >> 20} MB"])
+        print(f"largest: {tally.cases - cases} cases, {server.rss() >> 20} MB", flush=True)
+        return {"largest_growth_bytes": growth}
+
+
 def planted(seed: int, cases: int = 150) -> int:
     """How many faults are found in a server whose checks fail on one word."""
     good = {GENERATE: ({"prompt": WORD, "max_tokens": 2},), "/detokenize": GOOD["/detokenize"]}
@@ -425,6 +445,8 @@ def main() -> None:
     args = verdict.arguments(__doc__, seed={"type": int, "default": 1}, cases={"type": int, "default": CASES})
     begin = time.monotonic()
     tally, details = fuzz(QUICK if args.quick else args.cases, args.seed, quick=args.quick)
+    if not args.quick:
+        details |= fuzz_largest(tally)
     print("what follows is planted, and has to be found:", flush=True)
     found = planted(args.seed)
     statuses = {str(status): count for status, count in sorted(tally.statuses.items())}

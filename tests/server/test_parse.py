@@ -104,6 +104,14 @@ def test_a_hostile_body_is_refused_quickly():
     assert time.monotonic() - begin < 60
 
 
+def test_the_fault_is_not_looked_for_in_megabytes():
+    body = b'{"messages":[],"x":"%s","temperature":NaN}'
+    for size, found in ((1000, ("invalid_value", "temperature")), (2**20, ("invalid_json", None))):
+        with pytest.raises(InvalidRequest) as caught:
+            parse(body % (b"x" * size), ChatRequest)
+        assert (caught.value.code, caught.value.param) == found
+
+
 @pytest.mark.parametrize(
     ("path", "param"),
     [

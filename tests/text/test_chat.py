@@ -293,6 +293,25 @@ def test_deep_nesting():
         ChatTemplate(QUOTING).render([{"role": "assistant", "tool_calls": [call]}])
 
 
+@pytest.mark.parametrize("place", ["content", "tool_calls", "variables", "arguments"])
+def test_only_so_many_values(place):
+    many = list(range(100_001))
+    call = {"function": {"name": "f", "arguments": '{"x": [' + "1," * 100_001 + "1]}"}}
+    message = {"content": {"content": many}, "tool_calls": {"tool_calls": many}, "arguments": {"tool_calls": [call]}}
+    variables = {"x": many} if place == "variables" else {}
+    with pytest.raises(InvalidRequest, match="more than 100000 values"):
+        ChatTemplate(QUOTING).render([{"role": "assistant", **message.get(place, {"content": "x"})}], **variables)
+
+
+def test_long_arguments_stay_text():
+    text = '{"x": "' + "a" * 300_000 + '"}'
+    call = {"function": {"name": "f", "arguments": text}}
+    found = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments is string }}").render(
+        [{"role": "assistant", "tool_calls": [call]}]
+    )
+    assert found == "True"
+
+
 def test_endless_recursion_is_refused():
     source = "{% macro m() %}{{ m() }}{% endmacro %}{% if messages | length > 1 %}{{ m() }}{% endif %}"
     with pytest.raises(InvalidRequest, match="RecursionError"):
