@@ -332,7 +332,9 @@ def _text_parts(parts: list[Any], place: str) -> list[dict[str, Any]]:
 def _with_parsed_arguments(call: Any, rebuilt: _Plain) -> Any:
     """The call with its arguments as an object: most templates go through them, and print JSON text as a string."""
     function = call.get("function") if isinstance(call, dict) else None
-    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict):
+        return call
+    text = function.get("arguments")
     if not isinstance(text, str) or len(text) > _MAX_ARGUMENTS:
         return call
     try:
