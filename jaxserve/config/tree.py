@@ -265,10 +265,12 @@ def _in_words(kind: Any) -> str:
         return "pools like `24x2048,4x32768`" if item is Pool else f"{_in_words(item)}, several with commas"
     nouns = {int: "an integer", float: "a number", bool: "`true` or `false`", Path: "a path", types.NoneType: "`off`"}
     bounds: dict[str, float] = {}
+    noun = nouns.get(bare, "text")
     for meta in getattr(kind, "__metadata__", ()):
+        noun = f"text like `{meta.pattern}`" if meta.pattern else noun
         limits = {"from": meta.ge, "above": meta.gt, "to": meta.le, "below": meta.lt}
         bounds |= {word: limit for word, limit in limits.items() if limit is not None}
-    return " ".join([nouns.get(bare, "text"), *(f"{word} {limit:,}" for word, limit in bounds.items())])
+    return " ".join([noun, *(f"{word} {limit:,}" for word, limit in bounds.items())])
 
 
 def _leaves() -> Iterator[Setting]:

@@ -91,6 +91,9 @@ STARTS: dict[str, Start] = {
     "a word for a number": Start(("--server.port", "abc"), "takes an integer from 0 to 65,535, not 'abc'"),
     "a number out of range": Start(("--server.port", "70000"), "takes an integer from 0 to 65,535"),
     "pools that are none": Start(("--engine.pools", "4xx"), "pools like"),
+    "a path that is none": Start(
+        ("--server.health-route", "nope"), "takes text like `^(/[\\w.~-]+)+$` or `off`, not 'nope'"
+    ),
     "an unknown variable": Start((), "no such setting", variables=(("JAXSERVE_SERVER__PROT", "1"),)),
     "a bad value in a variable": Start((), "JAXSERVE_LOG__LEVEL", variables=(("JAXSERVE_LOG__LEVEL", "loud"),)),
     "no configuration file": Start(("--config", "{here}/none.yaml"), "none.yaml: cannot be read"),
