@@ -75,7 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_s: Annotated[Seconds, means("longest wait for a slot")] = 60.0
     request_timeout_s: Annotated[Seconds, means("longest life of a request, from arrival to last token")] = 600.0
     max_tenant_share: Annotated[
-        float, Meta(gt=0, le=1), means("share of `max_concurrency` that one key may hold; below 1, others find a slot")
+        float, Meta(gt=0, le=1), means("share of a pool that one key may hold; below 1, others find a slot")
     ] = 1.0
     quarantine_s: Annotated[SecondsOrZero, means("how long a request that made a step fail is refused; 0: never")] = (
         600.0

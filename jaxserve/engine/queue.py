@@ -8,7 +8,7 @@ so that silence earns no credit. Knows no slot and no clock.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from jaxserve.engine.work import Running
 
@@ -69,12 +69,7 @@ class Queue:
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
-    def next(self, pools: Collection[int], barred: Collection[str] = ()) -> Running | None:
-        """Whose turn it is among those who wait for one of ``pools``; tenants that are ``barred`` go on waiting."""
-        firsts = [
-            first
-            for tenant, line in self._waiting.items()
-            if tenant not in barred
-            if (first := next((running for running in line if running.pool in pools), None)) is not None
-        ]
+    def next(self, may: Callable[[Running], bool]) -> Running | None:
+        """Whose turn it is among those who may have a slot; the others go on waiting."""
+        firsts = [first for line in self._waiting.values() if (first := next(filter(may, line), None)) is not None]
         return min(firsts, key=lambda one: (self._service[one.request.tenant], one.arrived), default=None)

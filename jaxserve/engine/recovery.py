@@ -52,8 +52,9 @@ class Recovery:
         error = self._fault_twice(group) if group else None
         if error is None:
             return None
-        if self._fault_twice([Running(PROBE, pool=0, arrived=0.0, seed=0, slot=0)]):
-            raise DeviceFault("steps fail whoever is in them")
+        fault = self._fault_twice([Running(PROBE, pool=0, arrived=0.0, seed=0, slot=0)])
+        if fault is not None:
+            raise DeviceFault(f"steps fail whoever is in them: {fault.message}")
         return group[0], error
 
     def _fault_twice(self, group: Sequence[Running]) -> JaxserveError | None:
@@ -66,7 +67,7 @@ class Recovery:
             return self._try(group)
         except Exception as fault:  # noqa: BLE001 - that it fails is the answer
             logger.info("a trial failed", extra={"fields": {"requests": len(group), "error": type(fault).__name__}})
-            return EngineError("this request makes a step fail")
+            return EngineError("the step failed again with this request alone")
 
     def _try(self, group: Sequence[Running]) -> JaxserveError | None:
         device = self._device

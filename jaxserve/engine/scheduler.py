@@ -42,7 +42,7 @@ class Policy:
         queue_timeout: longest wait.
         request_timeout: longest life from arrival to last token.
         batch_window: how long an idle engine waits for company.
-        max_tenant_share: share of ``max_concurrency`` that one tenant may hold.
+        max_tenant_share: share of each pool, and of ``max_concurrency``, that one tenant may hold.
         quarantine: how long a request that made a step fail is refused.
     """
 
@@ -54,16 +54,41 @@ class Policy:
     max_tenant_share: float = 1.0
     quarantine: float = 600.0
 
-    @property
-    def tenant_slots(self) -> int:
-        """Slots that one tenant may hold."""
-        return max(1, int(self.max_concurrency * self.max_tenant_share))
+    def share_of(self, slots: int) -> int:
+        """How many of so many slots one tenant may hold."""
+        return max(1, int(slots * self.max_tenant_share))
 
 
 class _Pool:
     def __init__(self, slots: int) -> None:
         self.free = list(range(slots))
         self.running: dict[int, Running] = {}
+
+
+class _Seats:
+    """Who may still have a slot: one must be free in the pool, and the tenant must not hold its whole share."""
+
+    def __init__(self, policy: Policy, pools: list[_Pool]) -> None:
+        held = [running for pool in pools for running in pool.running.values()]
+        self._room = policy.max_concurrency - len(held)
+        self._free = [len(pool.free) for pool in pools]
+        self._most = policy.share_of(policy.max_concurrency)
+        self._most_of = [policy.share_of(len(pool.free) + len(pool.running)) for pool in pools]
+        self._held = Counter(running.request.tenant for running in held)
+        self._held_of = Counter((running.request.tenant, running.pool) for running in held)
+
+    def open(self, running: Running) -> bool:
+        """Whether there is a slot for it."""
+        tenant, pool = running.request.tenant, running.pool
+        within_share = self._held[tenant] < self._most and self._held_of[tenant, pool] < self._most_of[pool]
+        return self._room > 0 and self._free[pool] > 0 and within_share
+
+    def take(self, running: Running) -> None:
+        """It gets one."""
+        self._room -= 1
+        self._free[running.pool] -= 1
+        self._held[running.request.tenant] += 1
+        self._held_of[running.request.tenant, running.pool] += 1
 
 
 class Scheduler:
@@ -243,20 +268,13 @@ class Scheduler:
         """Those who would still wait after the next admission, in order of arrival."""
         if not self._queue:
             return []
-        free, room = [len(pool.free) for pool in self._pools], self._policy.max_concurrency - self.running
-        holding, unseated = self._holding(), []
+        seats, unseated = _Seats(self._policy, self._pools), []
         for one in sorted(self._queue, key=lambda one: one.arrived):
-            if room and free[one.pool] and holding[one.request.tenant] < self._policy.tenant_slots:
-                room -= 1
-                free[one.pool] -= 1
-                holding[one.request.tenant] += 1
+            if seats.open(one):
+                seats.take(one)
             else:
                 unseated.append(one)
         return unseated
-
-    def _holding(self) -> Counter[str]:
-        """Slots by tenant."""
-        return Counter(running.request.tenant for running in self._held())
 
     def _expired(self, now: float) -> Iterator[tuple[Running, JaxserveError]]:
         for running in self._by_id.values():
@@ -273,13 +291,8 @@ class Scheduler:
     def _admit(self, now: float) -> Iterator[Ended]:
         if not self._queue or self._gathers(now):
             return
-        holding = self._holding()
-        while self.running < self._policy.max_concurrency:
-            open_pools = {index for index, pool in enumerate(self._pools) if pool.free}
-            barred = {tenant for tenant, count in holding.items() if count >= self._policy.tenant_slots}
-            running = self._queue.next(open_pools, barred)
-            if running is None:
-                return
+        seats = _Seats(self._policy, self._pools)
+        while (running := self._queue.next(seats.open)) is not None:
             prompt = running.request.prompt
             if running.request.sampling.max_tokens == 0:
                 self._remove(running)
@@ -290,7 +303,7 @@ class Scheduler:
                 yield self.end(running, DeadlineExceeded("the request's deadline would pass before its first token"))
                 continue
             self._queue.take(running)
-            holding[running.request.tenant] += 1
+            seats.take(running)
             pool = self._pools[running.pool]
             running.slot = pool.free.pop(0)
             running.started = now

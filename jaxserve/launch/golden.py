@@ -23,7 +23,7 @@ from jaxserve.decode import jitted
 from jaxserve.engine.canary import Canary
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import Request, SamplingParams
-from jaxserve.errors import CheckpointError, SelfTestFailed
+from jaxserve.errors import CheckpointError, DeviceFault, SelfTestFailed
 from jaxserve.models.family import family_of
 from jaxserve.models.weights import abstract
 from jaxserve.text.folder import read_json
@@ -92,7 +92,11 @@ def self_test(engine: Engine, folder: Path, progress: Progress) -> None:
         )
         for index, one in enumerate(fitting)
     ]
-    for index, (one, answer) in enumerate(zip(fitting, engine.generate(requests), strict=True)):
+    try:
+        answers = engine.generate(requests)
+    except DeviceFault as fault:
+        raise SelfTestFailed(f"no golden could be computed: {fault.message}") from fault
+    for index, (one, answer) in enumerate(zip(fitting, answers, strict=True)):
         if answer.error is not None:
             raise SelfTestFailed(f"golden {index} could not be computed: {answer.error.message}")
         if list(answer.tokens) != one["tokens"]:

@@ -18,6 +18,7 @@ from jaxserve.text.control import ControlMatcher
 from jaxserve.text.folder import SpecialIds, read_folder, write_folder
 
 _PROBE = "Hello, world! 123\n"
+_STRANGE = "\U0010fffd"  # in no vocabulary: what stands for the unknown has to be
 _LONG_TOKEN = 8  # characters; a text with more of them a token is looked at in part first
 _LEAST_PART = 4096  # characters, so that what a cut changes at its edge is nothing beside the rest
 
@@ -39,11 +40,12 @@ class Tokenizer:
         self._backend = backend
         self._special = special
         self._matcher = ControlMatcher(backend.added)
+        self.vocab_size = len(backend.spellings)
+        self._check_special()
         self._bound = None
         if backend.dropped is not None:
             words = [backend.normalize(token.spelling).encode() for token in backend.added]  # found before normalising
             self._bound = LengthBound([*backend.surfaces, *words], backend.dropped)
-        self.vocab_size = len(backend.spellings)
         self.bos_id, self.pad_id, self.unk_id = special.bos, special.pad, special.unk
         self.eos_ids = special.eos
         self.adds_bos = special.bos is not None and special.bos in special.before
@@ -183,9 +185,20 @@ class Tokenizer:
         ids |= {"unk_token": special.unk, "pad_token": special.pad}
         return {name: self._backend.spellings[token] for name, token in ids.items() if token is not None}
 
+    def _check_special(self) -> None:
+        special = self._special
+        named = [token for token in (special.bos, special.pad, special.unk) if token is not None]
+        for token in (*named, *special.eos, *special.before, *special.after):
+            if not 0 <= token < self.vocab_size:
+                raise CheckpointError(f"The special token {token} is outside the vocabulary of {self.vocab_size}")
+
     def _check(self) -> None:
         """A vocabulary whose table of bytes does not fit its own encoder must not be served."""
-        ids = self.encode(_PROBE, add_special=False)
+        try:
+            self.encode(_STRANGE, add_special=False)
+            ids = self.encode(_PROBE, add_special=False)
+        except Exception as error:  # the library raises nothing more precise
+            raise CheckpointError("The tokenizer cannot encode a text") from error
         lossless = self._bound is not None and self._backend.normalize(_PROBE) == _PROBE
         if not ids or max(ids) >= self.vocab_size or (lossless and not self.decode(ids).endswith(_PROBE)):
             raise CheckpointError("The tokenizer does not give a text back that it has encoded itself")

@@ -127,6 +127,14 @@ def test_a_share_leaves_slots_for_others():
     assert "q" in [work.running.request.id for work in tick.prefills]
 
 
+def test_a_share_is_one_of_each_pool():
+    machine = scheduler(Pool(4, 64), Pool(4, 128), policy=Policy(8, 100, 60, 600, 0, max_tenant_share=0.75))
+    for index in range(9):
+        machine.submit(of("greedy", f"g{index}"), seed=0, now=0.0)
+    machine.schedule(0.0)
+    assert machine.running == 3
+
+
 def test_a_deadline_that_cannot_be_met_costs_nothing():
     machine = scheduler(Pool(1, 64))
     machine.submit(request("slow"), seed=0, now=0.0)

@@ -260,7 +260,8 @@ class World:
         must(len(scheduler._unseated()) <= self.policy.max_waiting + extra, "the queue is longer than it may be")
         must(not set(here) & self.ended, "a request that has ended is still here")
         for tenant, count in Counter(one.request.tenant for one in held).items():
-            must(count <= self.policy.tenant_slots, f"tenant {tenant!r} holds more than its share")
+            most = self.policy.share_of(self.policy.max_concurrency)
+            must(count <= most, f"tenant {tenant!r} holds more than its share")
         must(not self.engine.degraded or self.broken, "the numbers are doubted, but they are right")
 
     def settle(self) -> None:

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import gzip
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
-from jaxserve.text.folder import SpecialIds
+from jaxserve.text.folder import SpecialIds, read_folder
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tokenizers_backend import TokenizersBackend
 from tests.text.samples import CONTROLS, REFERENCE
@@ -232,3 +233,22 @@ def test_a_table_that_does_not_fit_its_encoder_is_refused(hf_tokenizers):
 
 def test_special_ids_are_a_value():
     assert dataclasses.replace(SpecialIds(), bos=1) == SpecialIds(bos=1)
+
+
+@pytest.mark.parametrize("wrong", [{"bos": 99_999}, {"eos": (0, 99_999)}, {"before": (-1,)}, {"unk": 400}])
+def test_a_special_token_outside_the_vocabulary_is_refused(wrong):
+    backend, special = read_folder(REFERENCE / "tiny_bpe")
+    Tokenizer(backend, special)
+    with pytest.raises(CheckpointError, match="outside the vocabulary"):
+        Tokenizer(backend, dataclasses.replace(special, **wrong))
+
+
+def test_an_unknown_token_that_is_unknown_itself_is_refused(tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(REFERENCE / "tiny_bpe", folder)
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = {sign: number for number, sign in enumerate("abc")}
+    tree["model"] = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "nowhere"}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError):
+        Tokenizer.load(folder)
