@@ -38,6 +38,7 @@ GOODPUT_SHARE = 0.95  # of the peak, at OVER
 SLOWDOWN = 2.0  # time to first token of the admitted at OVER, beside NORMAL
 REFUSAL_SECONDS = 0.05
 RECOVERY_SECONDS = 5.0
+QUIET_SHARE, QUIET_REQUESTS = 0.1, 50
 UNFAIRNESS = 2.0  # time to first token of a quiet tenant beside a greedy one
 WARM_SHARE = 0.2  # of each stretch of load, not counted
 LAG_SECONDS = 0.02  # a client that sends later than this measures itself
@@ -175,14 +176,18 @@ def recovery(bench: Bench, rate: float, normal: dict[str, float], seconds: float
 
 
 def fairness(setting: Setting, rate: float, seconds: float, seed: int, flags: Sequence[str]) -> dict[str, Any]:
-    """A quiet tenant alone, then beside one that asks ten times as much as it and more than there is."""
+    """A quiet tenant alone, then beside one that asks for ten times what there is.
+
+    Both parts last until the quiet one has asked often enough for its slowest answers to be known.
+    """
     with tempfile.TemporaryDirectory(prefix="rig-") as folder:
         ring = keyed(Path(folder), "quiet", "greedy")
         more = ("--auth.keys", str(ring.file), "--engine.max-tenant-share", "0.75")
         with start(setting, (*flags, *more)) as server:
             server.headers |= ring.headers("operator")
             bench = Bench(server, setting, seed)
-            quiet_rate = 0.1 * rate
+            quiet_rate = QUIET_SHARE * rate
+            seconds = max(seconds, QUIET_REQUESTS / quiet_rate)
             alone = bench.shots(quiet_rate, 0.0, seconds, "quiet", ring.keys["quiet"])
             bench.fire(alone)
             bench.rest()
@@ -193,6 +198,9 @@ def fairness(setting: Setting, rate: float, seconds: float, seed: int, flags: Se
     waits = [[shot.first - shot.due for shot in shots if shot.served] for shots in (alone, quiet)]
     before, beside = (quantile(wait, 0.99) for wait in waits)
     return {
+        "quiet_sent": len(quiet),
+        "quiet_ttft_p50_alone": quantile(waits[0], 0.5),
+        "quiet_ttft_p50_beside": quantile(waits[1], 0.5),
         "quiet_ttft_p99_alone": before,
         "quiet_ttft_p99_beside": beside,
         "ratio": beside / before,
