@@ -282,13 +282,19 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
-def summary(shots: Sequence[Shot], begin: float, end: float) -> dict[str, float]:
-    """Figures of the shots that were due between two moments; goodput by what was completed between them.
+Stretch = tuple[Sequence[Shot], float, float]  # shots, and the two moments between which they count
+
+
+def summary(*stretches: Stretch) -> dict[str, float]:
+    """Figures of the shots that were due in one of some stretches; goodput by what was completed in them.
 
     Times are in seconds and count from when a request was due, so that a slow client is the server's fault as well:
     ``lag`` says how much it can have been.
     """
-    due = [shot for shot in shots if begin <= shot.due < end]
+    due = [shot for shots, begin, end in stretches for shot in shots if begin <= shot.due < end]
+    tokens = sum(
+        shot.tokens for shots, begin, end in stretches for shot in shots if shot.served and begin <= shot.end < end
+    )
     served = [shot for shot in due if shot.served]
     refused = [shot for shot in due if shot.refused]
     first = [shot.first - shot.due for shot in served]
@@ -298,7 +304,7 @@ def summary(shots: Sequence[Shot], begin: float, end: float) -> dict[str, float]
         "refused": len(refused),
         "hasty": sum(not shot.retry_after for shot in refused),
         "failed": sum(not shot.served and not shot.refused for shot in due),
-        "goodput": sum(shot.tokens for shot in shots if shot.served and begin <= shot.end < end) / (end - begin),
+        "goodput": tokens / sum(end - begin for _, begin, end in stretches),
         "ttft_p50": quantile(first, 0.5),
         "ttft_p99": quantile(first, 0.99),
         "refusal_p50": quantile([shot.end - shot.due for shot in refused], 0.5),
@@ -322,7 +328,7 @@ def main() -> None:
     shots = [Shot(moment, completion(dice, host, key=options.key)) for moment in moments]
     uvloop.run(open_loop(options.url, shots))
     begin = min(shot.due for shot in shots)
-    for name, value in summary(shots, begin, begin + options.seconds).items():
+    for name, value in summary((shots, begin, begin + options.seconds)).items():
         print(f"{name:>12} {value:.4g}")
     codes = sorted({shot.code for shot in shots if not shot.served})
     print(f"{'codes':>12} {', '.join(codes) or '-'}")

@@ -27,7 +27,7 @@ import uvloop
 from jaxserve.checkpoint.store import Store
 from jaxserve.config import ModelConfig
 from tests.rigs.keyring import keyed
-from tests.rigs.load import Shot, closed_loop, completion, open_loop, poisson, quantile, summary
+from tests.rigs.load import Shot, Stretch, closed_loop, completion, open_loop, poisson, quantile, summary
 from tests.rigs.served import ROOT, Served, served
 from tests.rigs.verdict import arguments, report
 
@@ -108,7 +108,7 @@ class Bench:
         begin = min(shot.due for shot in shots)
         counted = (begin + WARM_SHARE * seconds, begin + seconds)
         done = sum(shot.served and counted[0] <= shot.end < counted[1] for shot in shots)
-        return summary(shots, *counted) | {"rate": done / (counted[1] - counted[0])}
+        return summary((shots, *counted)) | {"rate": done / (counted[1] - counted[0])}
 
     def shots(self, rate: float, begin: float, seconds: float, tenant: str = "", key: str = "") -> list[Shot]:
         """Requests of one stretch of load."""
@@ -132,7 +132,7 @@ class Bench:
 
 def rounds_of(bench: Bench, rate: float, seconds: float, rounds: int, rates: Sequence[float]) -> dict[float, Any]:
     """Each rate's figures over all rounds; the shots of each stretch are pooled."""
-    pooled: dict[float, list[tuple[list[Shot], float, float]]] = {factor: [] for factor in rates}
+    pooled: dict[float, list[Stretch]] = {factor: [] for factor in rates}
     length = seconds / rounds
     for _ in range(rounds):
         for factor in rates:
@@ -140,23 +140,7 @@ def rounds_of(bench: Bench, rate: float, seconds: float, rounds: int, rates: Seq
             begin = bench.fire(shots)
             pooled[factor].append((shots, begin + WARM_SHARE * length, begin + length))
             bench.rest()
-    return {factor: pool(stretches) for factor, stretches in pooled.items()}
-
-
-def pool(stretches: Sequence[tuple[list[Shot], float, float]]) -> dict[str, float]:
-    """The figures of several stretches as if they were one."""
-    total = sum(end - begin for _, begin, end in stretches)
-    moved, at = [], 0.0
-    for shots, begin, end in stretches:
-        inside = [shot for shot in shots if begin <= shot.due < end or begin <= shot.end < end]
-        moved += [_moved(shot, at - begin) for shot in inside]
-        at += end - begin
-    return summary(moved, 0.0, total)
-
-
-def _moved(shot: Shot, by: float) -> Shot:
-    moments = {name: getattr(shot, name) + by for name in ("due", "sent", "first", "end")}
-    return dataclasses.replace(shot, data=b"", **moments)
+    return {factor: summary(*stretches) for factor, stretches in pooled.items()}
 
 
 def recovery(bench: Bench, rate: float, normal: dict[str, float], seconds: float) -> float:

@@ -163,7 +163,7 @@ async def crowd(server: Served, limits: Limits, count: int, seconds: float) -> d
             busy_until = loop.time()
         await asyncio.sleep(0.1)
     await asyncio.gather(*tasks, hurry)
-    found = summary(shots, begin, begin + seconds)
+    found = summary((shots, begin, begin + seconds))
     trickling = [one for one in slow if one.kind not in READERS]
     return {
         "served_share": found["served"] / found["sent"],

@@ -158,11 +158,14 @@ def test_the_summary_counts_who_was_due_and_what_was_done_between_two_moments():
     ]
     shots[4].status, shots[4].code = 503, "server_is_overloaded"
     shots[5].status, shots[5].code = 200, "cut"
-    found = summary(shots, 2.0, 8.0)
+    found = summary((shots, 2.0, 8.0))
     assert (found["sent"], found["served"], found["refused"], found["failed"], found["hasty"]) == (6, 4, 1, 1, 1)
     assert found["goodput"] == pytest.approx((6 - 2) * 10 / 6)
     assert found["ttft_p99"] == pytest.approx(0.5)
     assert found["lag_p99"] == pytest.approx(0.01)
+    twice = summary((shots, 2.0, 8.0), (shots, 8.0, 10.0))
+    assert (twice["sent"], twice["served"]) == (8, 6)
+    assert twice["goodput"] == pytest.approx((8 - 2) * 10 / 8)
 
 
 # --- the judges -------------------------------------------------------------------------------------------------------
