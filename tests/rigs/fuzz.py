@@ -11,6 +11,7 @@ import asyncio
 import base64
 import collections
 import contextlib
+import copy
 import dataclasses
 import json
 import random
@@ -25,6 +26,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from jaxserve.server.params import TIMEOUT_HEADER
 from tests.rigs import bad_inputs, bad_states, largest, verdict
 from tests.rigs.bad_inputs import CHAT, GENERATE, TEXT, TURNS, Row
 from tests.rigs.exchange import Answer, exchange, request
@@ -36,6 +38,8 @@ from tests.rigs.served import Served, served
 CASES, QUICK = 10_000, 400
 PATIENCE = 2.0
 MOST_GROWTH = 50 << 20
+
+SHOWN = 20  # of the faults that are found; all of them are counted
 AT_ONCE = 6  # far below what the server admits: a 503 would be a fault
 # Short answers, and short waits for what never comes: the rest of a head or a body.
 OUTPUT = 16
@@ -147,7 +151,8 @@ class Tally:
         """Keeps what is wrong with one answer."""
         for fault in faults:
             self.faults.append({"case": name, "fault": fault, "request": base64.b64encode(data[:3000]).decode()})
-            print(f"{name}: {fault}", flush=True)
+            if len(self.faults) <= SHOWN:
+                print(f"{name}: {fault[:200]}", flush=True)
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
@@ -279,44 +284,45 @@ class Fuzzer:
             faults = row_faults(case.row, answer)
         self.tally.note(case.name, case.data, faults)
 
-    def states(self) -> None:
-        """The rows that need a server of their own: with keys, full, failing."""
-        for row, data, answer in bad_states.ask_all(self._patience + 1):
-            self.tally.cases += 1
-            self.tally.count(answer)
-            shape = error_faults(data, answer) if answer.status >= 400 else []
-            self.tally.note(f"row {row}", data, row_faults(row, answer) + shape)
-
     # --- schemathesis -------------------------------------------------------------------------------------------------
 
     def schemathesis(self, examples: int, seed: int) -> None:
-        """Lets schemathesis ask what it likes, and judges every answer that it got."""
-        program = Path(sys.executable).with_name("schemathesis")
+        """Lets schemathesis ask what the document says, and judges every answer that it got.
+
+        Once by the document as it is served. Then without a client's own timeout, of which schemathesis gives a few
+        milliseconds to every third request, so that nothing of it is read.
+        """
         with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder, "events.ndjson")
-            command = [
-                str(program),
-                "run",
-                self.url + "/openapi.json",
-                "--seed",
-                str(seed),
-                "--max-examples",
-                str(examples),
-            ]
-            command += ["--phases", "examples,coverage,fuzzing", "--checks", CHECKS, "--exclude-checks", EXCLUDED]
-            command += ["--generation-database", "none", "--continue-on-failure", "--no-shrink", "--no-color"]
-            command += ["--report", "ndjson", "--report-ndjson-path", str(report), "--output-sanitize", "false"]
-            command += ["--request-timeout", "30", "--suppress-health-check", "all"]
-            child = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                while child.poll() is None:
-                    self.canary()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.wait(2)
-            said = child.stdout.read() if child.stdout else ""
-            if child.returncode not in (0, 1) or not report.exists():
-                raise RuntimeError(f"schemathesis could not run:\n{said[-3000:]}")
-            self._judge_report(report)
+            document = copy.deepcopy(self.document)
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    operation["parameters"] = [
+                        at for at in operation.get("parameters", ()) if at["name"] != TIMEOUT_HEADER
+                    ]
+            patient = Path(folder, "openapi.json")
+            patient.write_text(json.dumps(document))
+            self._schemathesis(Path(folder), self.url + "/openapi.json", "fuzzing", examples // 8 + 1, seed)
+            self._schemathesis(Path(folder), str(patient), "examples,coverage,fuzzing", examples, seed)
+
+    def _schemathesis(self, folder: Path, document: str, phases: str, examples: int, seed: int) -> None:
+        program = Path(sys.executable).with_name("schemathesis")
+        report, log = folder / "events.ndjson", folder / "log"
+        command = [str(program), "run", document, "--url", self.url, "--seed", str(seed)]
+        command += ["--max-examples", str(examples), "--phases", phases]
+        command += ["--checks", CHECKS, "--exclude-checks", EXCLUDED]
+        command += ["--generation-database", "none", "--continue-on-failure", "--no-shrink", "--no-color"]
+        command += ["--report", "ndjson", "--report-ndjson-path", str(report), "--output-sanitize", "false"]
+        command += ["--request-timeout", "30", "--suppress-health-check", "all"]
+        with log.open("w") as file:
+            child = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+            while child.poll() is None:
+                self.canary()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(2)
+        if child.returncode not in (0, 1) or not report.exists():
+            raise RuntimeError(f"schemathesis could not run:\n{log.read_text()[-3000:]}")
+        self._judge_report(report)
+        report.unlink()
 
     def _judge_report(self, report: Path) -> None:
         for line in report.open():
@@ -334,7 +340,10 @@ class Fuzzer:
             failed = [check for check in recorder.get("checks", {}).get(case, ()) if check["status"] == "failure"]
             if answered is not None and answered["status_code"] == 503 and self._judge.is_probe(path):
                 failed = []
-            faults = [f"{check['name']}: {_reason(check)}" for check in failed]
+            if answered is not None and answered["status_code"] == 408:  # too late to be read is refused well enough
+                failed = [check for check in failed if check["name"] != "negative_data_rejection"]
+            status = answered["status_code"] if answered else 0
+            faults = [f"{check['name']} at {status}: {_reason(check)}" for check in failed]
             if answered is None:
                 faults.append("no answer")
             else:
@@ -388,32 +397,35 @@ def check_process(server: Served, before: tuple[int, int, int], tally: Tally) ->
     return {"growth_bytes": growth, "descriptors": after[1] - before[1], "threads": after[2] - before[2]}
 
 
-def fuzz(cases: int, seed: int, *, quick: bool) -> tuple[Tally, dict[str, Any]]:
-    """The whole run against a server of its own; schemathesis alone asks too much for a quick one."""
-    with served(*FLAGS) as server:
-        fuzzer = Fuzzer(server.url)
-        card = httpx2.get(server.url + "/v1/models", timeout=30).json()["data"][0]
-        model = bad_inputs.Model(VOCAB, card["max_model_len"], OUTPUT, 4 << 20)
-        rows = [
-            *bad_inputs.rows(model),
-            *(row for path in (CHAT, TEXT, GENERATE) for row in bad_inputs.number_rows(path)),
-        ]
-        for _ in range(20):
-            fuzzer.canary()
-        before = (server.rss(), server.fds(), server.threads())
-        sources: dict[str, int] = {}
-        for name, run in (
-            ("rows", lambda: fuzzer.run(row_cases(rows), min(len(rows), cases // 2))),
-            ("schemathesis", lambda: None if quick else fuzzer.schemathesis(max(cases // 45, 5), seed)),
-            ("damaged", lambda: fuzzer.run(damaged(seed, fields_of(fuzzer.document)), cases - fuzzer.tally.cases)),
-        ):
-            earlier = fuzzer.tally.cases
-            run()
-            sources[name] = fuzzer.tally.cases - earlier
-            print(f"{name}: {sources[name]} cases, {server.rss() >> 20} MB", flush=True)
+def fuzz(server: Served, cases: int, seed: int, *, quick: bool) -> tuple[Tally, dict[str, Any]]:
+    """All three sources against one server; schemathesis alone asks too much for a quick run."""
+    fuzzer = Fuzzer(server.url)
+    card = httpx2.get(server.url + "/v1/models", timeout=30).json()["data"][0]
+    rows = bad_inputs.rows(bad_inputs.Model(VOCAB, card["max_model_len"], OUTPUT, 4 << 20))
+    rows += [row for path in (CHAT, TEXT, GENERATE) for row in bad_inputs.number_rows(path)]
+    for _ in range(20):
         fuzzer.canary()
-        fuzzer.states()
-        return fuzzer.tally, {"sources": sources, **check_process(server, before, fuzzer.tally)}
+    before = (server.rss(), server.fds(), server.threads())
+    sources: dict[str, int] = {}
+    for name, run in (
+        ("rows", lambda: fuzzer.run(row_cases(rows), min(len(rows), cases // 2))),
+        ("schemathesis", lambda: None if quick else fuzzer.schemathesis(max(cases // 45, 5), seed)),
+        ("damaged", lambda: fuzzer.run(damaged(seed, fields_of(fuzzer.document)), cases - fuzzer.tally.cases)),
+    ):
+        earlier = fuzzer.tally.cases
+        run()
+        sources[name] = fuzzer.tally.cases - earlier
+        print(f"{name}: {sources[name]} cases, {server.rss() >> 20} MB", flush=True)
+    fuzzer.canary()
+    return fuzzer.tally, {"sources": sources, **check_process(server, before, fuzzer.tally)}
+
+
+def fuzz_states(tally: Tally) -> None:
+    """The rows that need a server of their own: with keys, full, failing."""
+    for row, data, answer in bad_states.ask_all(PATIENCE + 1):
+        tally.cases += 1
+        shape = error_faults(data, answer) if answer.status >= 400 else []
+        tally.note(f"row {row}", data, row_faults(row, answer) + shape)
 
 
 def fuzz_largest(tally: Tally) -> dict[str, Any]:
@@ -430,25 +442,28 @@ def fuzz_largest(tally: Tally) -> dict[str, Any]:
         return {"largest_growth_bytes": growth}
 
 
-def planted(seed: int, cases: int = 150) -> int:
+def planted(server: Served, seed: int, cases: int = 150) -> int:
     """How many faults are found in a server whose checks fail on one word."""
     good = {GENERATE: ({"prompt": WORD, "max_tokens": 2},), "/detokenize": GOOD["/detokenize"]}
-    with served(*FLAGS, faulty=True) as server:
-        fuzzer = Fuzzer(server.url)
-        server.control("fail", phase="validate", marked=True)
-        fuzzer.run(damaged(seed, {}, good), cases)
-        return len(fuzzer.tally.faults)
+    print("what follows is planted, and has to be found:", flush=True)
+    fuzzer = Fuzzer(server.url)
+    server.control("fail", phase="validate", marked=True)
+    fuzzer.run(damaged(seed, {}, good), cases)
+    return len(fuzzer.tally.faults)
 
 
 def main() -> None:
     """Runs, and says what was seen."""
     args = verdict.arguments(__doc__, seed={"type": int, "default": 1}, cases={"type": int, "default": CASES})
     begin = time.monotonic()
-    tally, details = fuzz(QUICK if args.quick else args.cases, args.seed, quick=args.quick)
+    with served(*FLAGS, faulty=args.quick) as server:
+        tally, details = fuzz(server, QUICK if args.quick else args.cases, args.seed, quick=args.quick)
+        found = planted(server, args.seed) if args.quick else 0
     if not args.quick:
+        fuzz_states(tally)
         details |= fuzz_largest(tally)
-    print("what follows is planted, and has to be found:", flush=True)
-    found = planted(args.seed)
+        with served(*FLAGS, faulty=True) as server:
+            found = planted(server, args.seed)
     statuses = {str(status): count for status, count in sorted(tally.statuses.items())}
     verdict.report(
         "fuzz",
