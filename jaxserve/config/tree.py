@@ -156,10 +156,10 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True):
         "end"
     )
     hosts: Annotated[
-        Auto | None | tuple[Text, ...], means("names that `Host` may give; `auto`: on loopback its own, else any")
+        Auto | tuple[Text, ...] | None, means("names that `Host` may give; `auto`: on loopback its own, else any")
     ] = "auto"
-    allow: Annotated[None | tuple[Text, ...], means("addresses or networks that may ask; `off`: any")] = None
-    proxies: Annotated[None | tuple[Text, ...], means("those whose `X-Forwarded-For` is believed")] = None
+    allow: Annotated[tuple[Text, ...] | None, means("addresses or networks that may ask; `off`: any")] = None
+    proxies: Annotated[tuple[Text, ...] | None, means("those whose `X-Forwarded-For` is believed")] = None
 
 
 class TLSConfig(msgspec.Struct, frozen=True, kw_only=True):
