@@ -203,6 +203,7 @@ def test_a_request_without_a_model_means_the_one_there_is(ask):
 
 # --- wrong requests ---------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize(
     ("error", "status", "type_", "code"),
     [
