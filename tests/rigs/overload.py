@@ -38,7 +38,9 @@ GOODPUT_SHARE = 0.95  # of the peak, at OVER
 SLOWDOWN = 2.0  # time to first token of the admitted at OVER, beside NORMAL
 REFUSAL_SECONDS = 0.05
 RECOVERY_SECONDS = 5.0
-QUIET_SHARE, QUIET_REQUESTS = 0.1, 50
+QUIET_SHARE, QUIET_REQUESTS = 0.15, 50
+# A fourth of the slots is kept from any one tenant, and a newcomer waits for one step, not for four.
+FAIR = ("--engine.max-tenant-share", "0.75", "--engine.steps-per-dispatch", "1")
 UNFAIRNESS = 2.0  # time to first token of a quiet tenant beside a greedy one
 WARM_SHARE = 0.2  # of each stretch of load, not counted
 LAG_SECONDS = 0.02  # a client that sends later than this measures itself
@@ -162,14 +164,13 @@ def recovery(bench: Bench, rate: float, normal: dict[str, float], seconds: float
 
 
 def fairness(setting: Setting, rate: float, seconds: float, seed: int, flags: Sequence[str]) -> dict[str, Any]:
-    """A quiet tenant alone, then beside one that asks for ten times what there is.
+    """A quiet tenant alone, then beside one that asks ten times as much, which is more than there is.
 
     Both parts last until the quiet one has asked often enough for its slowest answers to be known.
     """
     with tempfile.TemporaryDirectory(prefix="rig-") as folder:
         ring = keyed(Path(folder), "quiet", "greedy")
-        more = ("--auth.keys", str(ring.file), "--engine.max-tenant-share", "0.75")
-        with start(setting, (*flags, *more)) as server:
+        with start(setting, (*flags, *FAIR, "--auth.keys", str(ring.file))) as server:
             server.headers |= ring.headers("operator")
             bench = Bench(server, setting, seed)
             quiet_rate = QUIET_SHARE * rate
@@ -178,7 +179,7 @@ def fairness(setting: Setting, rate: float, seconds: float, seed: int, flags: Se
             bench.fire(alone)
             bench.rest()
             quiet = bench.shots(quiet_rate, 0.0, seconds, "quiet", ring.keys["quiet"])
-            greedy = bench.shots(10 * rate, 0.0, seconds, "greedy", ring.keys["greedy"])
+            greedy = bench.shots(10 * quiet_rate, 0.0, seconds, "greedy", ring.keys["greedy"])
             bench.fire(quiet + greedy)
             bench.rest()
     waits = [[shot.first - shot.due for shot in shots if shot.served] for shots in (alone, quiet)]
