@@ -70,7 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrency: Annotated[Auto | Count, means("requests that run at once; `auto`: as many as slots")] = "auto"
     max_waiting: Annotated[
         Auto | CountOrZero,
-        means("requests that wait for a slot, one more is refused at once; `auto`: half as many as run"),
+        means("requests that wait for a slot, one more is refused at once; `auto`: as many as run"),
     ] = "auto"
     queue_timeout_s: Annotated[Seconds, means("longest wait for a slot")] = 60.0
     request_timeout_s: Annotated[Seconds, means("longest life of a request, from arrival to last token")] = 600.0

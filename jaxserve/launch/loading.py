@@ -155,7 +155,7 @@ def _policy(config: Config, planned: Plan) -> Policy:
     return Policy(
         max_concurrency=at_once,
         # A longer queue serves nobody sooner: see the decision on short queues.
-        max_waiting=max(1, at_once // 2) if engine.max_waiting == "auto" else engine.max_waiting,
+        max_waiting=at_once if engine.max_waiting == "auto" else engine.max_waiting,
         queue_timeout=engine.queue_timeout_s,
         request_timeout=engine.request_timeout_s,
         batch_window=engine.batch_window_ms / 1000,

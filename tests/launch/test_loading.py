@@ -28,8 +28,8 @@ def copy_of(store: Path, to: Path) -> tuple[Path, Path]:
     return to, to / NAME / (to / NAME / "CURRENT").read_text().strip()
 
 
-def test_half_as_many_wait_as_run(loaded):
-    assert loaded.engine.capacity == 4 + 2
+def test_as_many_wait_as_run(loaded):
+    assert loaded.engine.capacity == 4 + 4
 
 
 def test_each_phase_is_told(tiny_store):
