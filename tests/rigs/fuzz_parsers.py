@@ -98,6 +98,7 @@ def fuzz_one(name: str, seconds: int, seed: int, folder: Path) -> None:
 
     with atheris.instrument_imports(include=["jaxserve"]):
         from tests.rigs import parsers
+    parsers.live_in(folder / "files")
     target = parsers.TARGETS[name]
     corpus = folder / "corpus"
     corpus.mkdir()
@@ -149,11 +150,13 @@ def replay(name: str, path: Path) -> None:
 
 def run_target(name: str, seconds: int, seed: int) -> dict[str, Any]:
     """How many inputs one target took in its time, and what crashed it."""
+    from tests.rigs import parsers
+
     crashes: list[str] = []
     inputs = covered = 0
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) >= 1 and len(crashes) < 5:
-        with tempfile.TemporaryDirectory(prefix="rig-fuzz-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="rig-fuzz-", dir=parsers.MEMORY) as scratch:
             command = [sys.executable, "-m", _NAME, "--target", name, "--seconds", str(int(left)), "--seed", str(seed)]
             done = subprocess.run(
                 [*command, "--folder", scratch], capture_output=True, text=True, errors="replace", check=False
