@@ -1,6 +1,6 @@
 """Requests that made a step fail are not tried again for a while: clients retry, and each try costs everybody time.
 
-Knows a request by a digest of what is asked. Time comes in as an argument.
+Knows a request by a digest of what is asked. Time comes in as an argument. One thread adds, any thread may check.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class Quarantine:
         """Refuses the like of this request from now on."""
         if self._seconds <= 0:
             return
-        if len(self._until) >= CAPACITY:
-            self._until.pop(next(iter(self._until)), None)  # the event loop may just have let it go
-        self._until[_digest(request)] = now + self._seconds
+        until = dict(self._until)  # a copy: the event loop may let one go at any moment
+        if len(until) >= CAPACITY:
+            del until[next(iter(until))]
+        until[_digest(request)] = now + self._seconds
+        self._until = until
 
     def check(self, request: Request, now: float) -> None:
         """Refuses what made a step fail a short while ago.

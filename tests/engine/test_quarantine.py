@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 
@@ -38,3 +39,23 @@ def test_it_is_bounded(monkeypatch):
     ward.check(dataclasses.replace(BAD, prompt=(1,)), 5.0)
     with pytest.raises(Quarantined):
         ward.check(dataclasses.replace(BAD, prompt=(2,)), 5.0)
+
+
+class Leaving(dict[bytes, float]):
+    """Another thread lets one go in the midst of every walk."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        walk = super().__iter__()
+        self.popitem()
+        return walk
+
+
+def test_who_adds_is_not_hurt_by_who_checks(monkeypatch):
+    monkeypatch.setattr(quarantine, "CAPACITY", 3)
+    ward = Quarantine(600)
+    for token in range(3):
+        ward.add(dataclasses.replace(BAD, prompt=(token,)), 0.0)
+    ward._until = Leaving(ward._until)
+    ward.add(BAD, 0.0)
+    with pytest.raises(Quarantined):
+        ward.check(BAD, 1.0)
