@@ -101,7 +101,9 @@ class Charge:
             raise RateLimited(f"This key has used up its {what} tokens for now.", kind="tokens", retry_after=wait)
         for bucket, amount, _ in wanted:
             bucket.take(amount, now)
-        self._input, self._output = input_tokens, output_tokens
+        # Only what was taken can come back: a limit that the key gets meanwhile has lent nothing.
+        self._input = 0 if account.input is None else input_tokens
+        self._output = 0 if account.output is None else output_tokens
 
     def begin(self, spent: Callable[[], int]) -> None:
         """The engine has the request; ``spent`` tells at any time how many tokens it has generated."""

@@ -355,3 +355,17 @@ def test_new_limits_leave_what_is_used_used(before, used, after, left, clock):
     limits.enter(one).reserve(used, 0)
     limits.renew([one := key(input_tokens_per_minute=after)])
     assert dict(limits.headers(one))[b"x-ratelimit-remaining-tokens"] == str(left).encode()
+
+
+def test_a_limit_that_comes_later_gives_back_nothing_of_before(clock):
+    limits = limits_of(clock, key())
+    early = limits.enter(key())
+    early.reserve(50, 50)
+    limited = key(input_tokens_per_minute=60, output_tokens_per_minute=60)
+    limits.renew([limited])
+    limits.enter(limited).reserve(60, 60)
+    early.settle()
+    with pytest.raises(RateLimited):
+        limits.enter(limited).reserve(1, 0)
+    with pytest.raises(RateLimited):
+        limits.enter(limited).reserve(0, 1)
