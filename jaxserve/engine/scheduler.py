@@ -101,9 +101,10 @@ class Scheduler:
         if len(self._eos) > MODEL_STOP_TOKENS:
             raise PlanError(f"the model has {len(self._eos)} end tokens, more than {MODEL_STOP_TOKENS}")
         self._pools = [_Pool(pool.slots) for pool in plan.pools]
+        self._budget = max(pool.buckets[-1] for pool in plan.pools)
         self._queue = Queue()
         self._by_id: dict[str, Running] = {}
-        self._seconds_per_prompt_token = 0.0
+        self._seconds_per_turn = 0.0  # of reading a prompt
         self._seconds_per_slot = 0.0
         self.limits = Limits(
             vocab_size=plan.model.vocab_size,
@@ -298,8 +299,9 @@ class Scheduler:
                 self._remove(running)
                 yield running, Delta(finish_reason=FinishReason.LENGTH)
                 continue
-            first_token = now + self._seconds_per_prompt_token * len(prompt)
-            if running.request.deadline is not None and first_token > running.request.deadline:
+            first_token = now + self._seconds_per_turn * self._turns(running)
+            # On an idle engine anybody is tried: an estimate that turns all away would never be mended.
+            if self.running and running.request.deadline is not None and first_token > running.request.deadline:
                 yield self.end(running, DeadlineExceeded("the request's deadline would pass before its first token"))
                 continue
             self._queue.take(running)
@@ -320,7 +322,7 @@ class Scheduler:
 
     def _prefills(self) -> Iterator[PrefillWork]:
         """Chunks in order of arrival, as many a tick as one of the largest: who decodes is not held up for longer."""
-        budget = max(pool.buckets[-1] for pool in self._plan.pools)
+        budget = self._budget
         filling = [running for running in self._held() if not running.decoding]
         for running in sorted(filling, key=lambda running: running.arrived):
             while running.chunks:
@@ -329,6 +331,10 @@ class Scheduler:
                 chunk = running.chunks.popleft()
                 budget -= chunk.bucket
                 yield PrefillWork(running, chunk)
+
+    def _turns(self, running: Running) -> int:
+        """Ticks that its prompt takes at least. Not tokens: a short prompt's time says nothing of a long one's."""
+        return -(-len(running.request.prompt) // self._budget)
 
     def _runs(self) -> Iterator[RunWork]:
         for index, pool in enumerate(self._pools):
@@ -346,8 +352,8 @@ class Scheduler:
         self._queue.written(running, count)
         if running.first_token is None:
             running.first_token = now
-            taken = (now - running.began) / len(running.request.prompt)
-            self._seconds_per_prompt_token = _blend(self._seconds_per_prompt_token, taken)
+            taken = (now - running.began) / self._turns(running)
+            self._seconds_per_turn = _blend(self._seconds_per_turn, taken)
         running.last_token = now
 
     def _delta(self, running: Running, given: Emitted) -> Delta | None:

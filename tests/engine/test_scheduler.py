@@ -136,15 +136,28 @@ def test_a_share_is_one_of_each_pool():
 
 
 def test_a_deadline_that_cannot_be_met_costs_nothing():
-    machine = scheduler(Pool(1, 64))
-    machine.submit(request("slow"), seed=0, now=0.0)
+    machine = scheduler(Pool(2, 64))
+    machine.submit(request("slow", max_tokens=9), seed=0, now=0.0)
     (work,) = machine.schedule(0.0).runs
-    machine.deliver(work, {0: Emitted((9,) * 6, (), True)}, 5.0)  # a second for each token of the prompt
+    machine.deliver(work, {0: Emitted((9,), (), True)}, 5.0)  # for a prompt that fits into one tick's reading
     machine.submit(dataclasses.replace(request("late"), deadline=9.0), seed=0, now=5.0)
-    machine.submit(dataclasses.replace(request("fine"), deadline=11.0), seed=0, now=5.0)
+    machine.submit(dataclasses.replace(request("fine", prompt=30), deadline=11.0), seed=0, now=5.0)
+    machine.submit(dataclasses.replace(request("long", prompt=40), deadline=11.0), seed=0, now=5.0)
     tick = machine.schedule(5.0)
     assert [(running.request.id, type(delta.error)) for running, delta in tick.ended] == [("late", DeadlineExceeded)]
-    assert [running.request.id for running in tick.runs[0].admitted] == ["fine"]
+    assert [work.running.request.id for work in tick.prefills] == ["fine"]
+    machine.cancel("fine")
+    tick = machine.schedule(5.0)
+    assert [(running.request.id, type(delta.error)) for running, delta in tick.ended] == [("long", DeadlineExceeded)]
+
+
+def test_one_slow_moment_does_not_turn_deadlines_away_for_ever():
+    machine = scheduler(Pool(2, 64))
+    machine.submit(request("slow"), seed=0, now=0.0)
+    (work,) = machine.schedule(0.0).runs
+    machine.deliver(work, {0: Emitted((9,) * 6, (), True)}, 5.0)
+    machine.submit(dataclasses.replace(request("next"), deadline=7.0), seed=0, now=5.0)
+    assert [running.request.id for running in machine.schedule(5.0).runs[0].admitted] == ["next"]
 
 
 def test_the_wait_is_estimated():
