@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test check bench simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain tables constraints python
+.PHONY: setup serve test rigs check bench simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
@@ -23,6 +23,9 @@ serve: $(VENV)/.serve                ## the default model on 127.0.0.1:8000; ARG
 
 test: $(VENV)/.dev                   ## the whole suite; ARGS='-k scheduler' for less
 	$(VENV)/bin/pytest $(ARGS)
+
+rigs: $(VENV)/.dev                   ## every rig in its short size, and the mistakes that each must find
+	$(VENV)/bin/pytest -m rig $(ARGS)
 
 check: $(VENV)/.dev                  ## style, types, floors, sizes, what the documents say
 	$(VENV)/bin/ruff check

@@ -7,6 +7,8 @@ import pytest
 
 from tests.rigs.corrupt import Copy, Damage, damages, fault, load
 
+pytestmark = pytest.mark.rig
+
 
 @pytest.fixture
 def copy(tmp_path):

@@ -18,6 +18,8 @@ from tests.rigs.judge import Judge, error_faults, leaks
 from tests.rigs.mutate import mutate_bytes, mutate_head, mutate_tree
 from tests.server.conftest import TEMPLATE, FakeEngine, byte_tokenizer, serving
 
+pytestmark = pytest.mark.rig
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):

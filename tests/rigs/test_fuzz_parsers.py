@@ -11,6 +11,8 @@ from jaxserve.errors import CheckpointError, JaxserveError
 from tests.rigs import fuzz_parsers, parsers
 from tests.rigs.fuzz_parsers import Crash, attempt, damaged
 
+pytestmark = pytest.mark.rig
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _scratch():

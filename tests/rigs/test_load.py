@@ -17,6 +17,8 @@ from tests.rigs import overload, slow
 from tests.rigs.load import Shot, closed_loop, completion, open_loop, poisson, quantile, summary
 from tests.rigs.tiny import ROOT
 
+pytestmark = pytest.mark.rig
+
 EVENTS = b'data: {"choices":[{"text":"a"}]}\n\ndata: {"choices":[],"usage":{"completion_tokens":7}}\n\ndata: [DONE]\n\n'
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(EVENTS) + EVENTS
 FULL = b'{"error":{"code":"server_is_overloaded"}}'

@@ -11,7 +11,7 @@ from tests.rigs import cancels, faults, poison, soak
 from tests.rigs.served import Served, served
 from tests.rigs.stage import Stage
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.rig, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
