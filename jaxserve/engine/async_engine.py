@@ -48,8 +48,8 @@ class AsyncEngine:
         """What a request may ask for."""
         return self._engine.limits
 
-    def submit(self, request: Request) -> Stream:
-        """Hands a request over; call on the event loop.
+    def submit(self, request: Request, *, patient: bool = False) -> Stream:
+        """Hands a request over; call on the event loop. See ``Crossing.submit``.
 
         Raises:
             InvalidRequest, ContextLengthExceeded: the request is wrong. Quarantined: it made a step fail.
@@ -57,7 +57,7 @@ class AsyncEngine:
             ShuttingDown: the engine takes no more. EngineError: it has given up.
         """
         self._loop = asyncio.get_running_loop()
-        return self._crossing.submit(request)
+        return self._crossing.submit(request, patient=patient)
 
     def room(self, tenant: str = "") -> None:
         """Raises what ``submit`` would raise, whatever the request; costs nothing."""

@@ -128,8 +128,8 @@ class Crossing:
         """Requests that are here or on their way."""
         return len(self._streams)
 
-    def room(self, tenant: str = "") -> None:
-        """Whether one more request of a tenant would be taken.
+    def room(self, tenant: str = "", *, patient: bool = False) -> None:
+        """Whether one more request of a tenant would be taken; one that is ``patient`` will ask again if not.
 
         Raises:
             Overloaded: the queue is full, and no other tenant has more in it.
@@ -141,12 +141,12 @@ class Crossing:
         # A little above the capacity the engine may decide who gives way, see ``Scheduler.submit``.
         greedier = self._tenants[tenant] + 1 < max(self._tenants.values(), default=0)
         if not greedier or len(self._streams) >= 2 * self._engine.capacity:
-            self._engine.metrics.refused.inc()
+            self._count_refused(patient)
             message = f"the queue is full: {len(self._streams)} requests are here"
             raise Overloaded(message, retry_after=self._engine.retry_after)
 
-    def submit(self, request: Request) -> Stream:
-        """Sends a request over.
+    def submit(self, request: Request, *, patient: bool = False) -> Stream:
+        """Sends a request over; one that is ``patient`` comes again if there is no room, and is not counted as refused.
 
         Raises:
             InvalidRequest, ContextLengthExceeded: the request is wrong. Quarantined: it made a step fail.
@@ -157,7 +157,7 @@ class Crossing:
             raise InvalidRequest(f"request id {request.id} is in use", param="id")
         check(request, self._engine.limits)
         self._engine.quarantine.check(request, self._engine.clock())
-        self.room(request.tenant)
+        self.room(request.tenant, patient=patient)
         stream = Stream(request, self._send_cancel, self._unread)
         self._streams[request.id] = stream
         self._tenants[request.tenant] += 1
@@ -166,7 +166,7 @@ class Crossing:
         except JaxserveError:
             self._forget(request)
             raise
-        self._send(partial(self._submit, request))
+        self._send(partial(self._submit, request, patient))
         return stream
 
     def cancel_tenant(self, tenant: str, error: JaxserveError) -> int:
@@ -229,12 +229,12 @@ class Crossing:
             said += self._letters.popleft()()
         return said
 
-    def _submit(self, request: Request) -> Said:
+    def _submit(self, request: Request, patient: bool) -> Said:
         try:
             return self._engine.submit(request)
         except JaxserveError as error:
             if isinstance(error, Overloaded):
-                self._engine.metrics.refused.inc()
+                self._count_refused(patient)
             return [(request.id, Delta(finish_reason=FinishReason.ERROR, error=error))]
         except Exception as fault:  # noqa: BLE001 - a mistake of ours that this request met, and nobody else
             return [(request.id, Delta(finish_reason=FinishReason.ERROR, error=_failed(request, fault)))]
@@ -242,6 +242,10 @@ class Crossing:
     def _cancel(self, request_id: str, reason: FinishReason) -> Said:
         self._engine.cancel(request_id, reason)
         return []
+
+    def _count_refused(self, patient: bool) -> None:
+        if not patient:
+            self._engine.metrics.refused.inc()
 
 
 def _failed(request: Request, fault: Exception) -> EngineError:

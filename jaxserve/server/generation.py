@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 from jaxserve.engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from jaxserve.errors import EngineError, JaxserveError, Overloaded, ShuttingDown
+from jaxserve.errors import DeadlineExceeded, EngineError, JaxserveError, Overloaded, ShuttingDown
 from jaxserve.server.service import Engine, ServedModel, Stream
 from jaxserve.text.detokenize import Detokenizer
 
@@ -78,13 +79,18 @@ class Piece:
 
 
 class LateStream:
-    """A stream that begins when there is room for it, after those of the same request that came before."""
+    """A stream that begins when there is room for it, in its turn among those of the same request.
 
-    def __init__(self, request: Request, engine: Engine, turn: asyncio.Lock) -> None:
+    That there is none the engine may find only after it has taken the request: nothing has come of it then, and it is
+    tried again.
+    """
+
+    def __init__(self, request: Request, engine: Engine, turn: asyncio.Lock, stream: Stream | None = None) -> None:
         self._request = request
         self._engine = engine
         self._turn = turn
-        self._stream: Stream | None = None
+        self._stream = stream
+        self._deltas: AsyncIterator[Delta] | None = None
         self._cancelled = False
 
     @property
@@ -98,16 +104,33 @@ class LateStream:
         if self._stream is not None:
             self._stream.cancel(reason)
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while True:
+            if self._deltas is None:
+                self._deltas = aiter(await self._begin())
+            delta = await anext(self._deltas)
+            if self.generated or not isinstance(delta.error, Overloaded):
+                return delta
+            self._stream = self._deltas = None
+            await asyncio.sleep(min(delta.error.retry_after, _LOOK_AGAIN))
+
+    async def _begin(self) -> Stream:
+        """Waits for room."""
+        deadline = self._request.deadline
         async with self._turn:
-            while self._stream is None and not self._cancelled:
+            while self._stream is None:
+                if self._cancelled:
+                    raise StopAsyncIteration
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise DeadlineExceeded("The request's deadline passed before it was done.")
                 try:
-                    self._stream = self._engine.submit(self._request)
+                    self._stream = self._engine.submit(self._request, patient=True)
                 except Overloaded as full:
                     await asyncio.sleep(min(full.retry_after, _LOOK_AGAIN))
-        if self._stream is not None:
-            async for delta in self._stream:
-                yield delta
+        return self._stream
 
 
 class Choice:
@@ -204,16 +227,14 @@ class Generation:
         If there is room for some of them the others come later, as one ends after the other: a request may have more
         choices than there are places, and a short queue must not turn it away for ever.
         """
-        streams: list[Stream] = []
-        requests = job.requests()
-        turn = asyncio.Lock()
+        engine, turn = model.engine, asyncio.Lock()
+        first, *others = job.requests()
+        streams: list[Stream] = [engine.submit(first)]
         try:
-            for request in requests:
-                streams.append(model.engine.submit(request))
+            for request in others:
+                streams.append(LateStream(request, engine, turn, engine.submit(request, patient=True)))
         except Overloaded:
-            if not streams:
-                raise
-            streams += [LateStream(request, model.engine, turn) for request in requests[len(streams) :]]
+            streams += [LateStream(request, engine, turn) for request in others[len(streams) - 1 :]]
         except JaxserveError:
             for stream in streams:
                 stream.cancel()

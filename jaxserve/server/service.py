@@ -50,8 +50,11 @@ class Engine(Protocol):
     def limits(self) -> Limits:
         """What a request may ask for."""
 
-    def submit(self, request: Request) -> Stream:
-        """Hands a request over, on the event loop; raises ``Overloaded``, ``ShuttingDown`` or ``InvalidRequest``."""
+    def submit(self, request: Request, *, patient: bool = False) -> Stream:
+        """Hands a request over, on the event loop; raises ``Overloaded``, ``ShuttingDown`` or ``InvalidRequest``.
+
+        One that is ``patient`` comes again when there is no room, so that it does not count as refused.
+        """
 
     def room(self, tenant: str = "") -> None:
         """Raises what ``submit`` would raise now for a request of this tenant, whatever is in it."""

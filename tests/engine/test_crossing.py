@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 
@@ -82,6 +83,19 @@ def test_a_full_house_is_said_at_once_but_the_quiet_may_try(crossing: Crossing):
     delta = quiet.take()
     assert delta is not None
     assert delta.finish_reason is FinishReason.LENGTH
+
+
+def test_who_comes_again_is_not_counted_as_refused(crossing: Crossing):
+    refused = crossing._engine.metrics.refused
+    for index in range(4):
+        crossing.submit(ask(f"g{index}", "greedy"))
+    with pytest.raises(Overloaded):
+        crossing.submit(ask("g4", "greedy"), patient=True)
+    assert refused._value.get() == 0
+    for request_id in ("g4", "g5"):  # as if there had been room when it was asked
+        crossing._letters.append(partial(crossing._submit, ask(request_id, "greedy"), request_id == "g4"))
+    turn(crossing)
+    assert refused._value.get() == 1
 
 
 def test_a_tenant_is_ended_by_itself(crossing: Crossing):

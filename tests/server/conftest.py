@@ -140,7 +140,7 @@ class FakeEngine:
         if self.refuse is not None:
             raise self.refuse
 
-    def submit(self, request: Request) -> FakeStream:
+    def submit(self, request: Request, *, patient: bool = False) -> FakeStream:
         """Takes a request."""
         if self.refuse is not None:
             raise self.refuse

@@ -254,7 +254,7 @@ def test_a_failure_in_the_middle_of_a_stream(ask, engine, events):
 
 
 def test_an_unforeseen_failure_says_nothing(ask, engine, caplog):
-    def submit(_):
+    def submit(_, *, patient=False):
         raise KeyError("the secret prompt")
 
     engine.submit = submit

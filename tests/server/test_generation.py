@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import time
 
 import pytest
 
 from jaxserve.engine.request import Delta, FinishReason, SamplingParams
-from jaxserve.errors import EngineError, NumericalError, Overloaded, ShuttingDown
+from jaxserve.errors import DeadlineExceeded, EngineError, NumericalError, Overloaded, ShuttingDown
 from jaxserve.server.generation import Generation, Job
 
 
@@ -158,7 +159,7 @@ def test_other_ends_are_errors(last, error, model, engine, monkeypatch):
 def test_all_choices_are_submitted_or_none(model, engine):
     take = engine.submit
 
-    def submit(request):
+    def submit(request, *, patient=False):
         if len(engine.submitted) == 2:
             raise ShuttingDown("No more.")
         return take(request)
@@ -177,7 +178,7 @@ class Narrow:
         self.engine, self.places, self.most = engine, places, 0
         self.limits = engine.limits
 
-    def submit(self, request):
+    def submit(self, request, *, patient=False):
         if len(self.engine.active) >= self.places:
             raise Overloaded("Full.", retry_after=0.01)
         stream = self.engine.submit(request)
@@ -194,6 +195,29 @@ def test_more_choices_than_places_come_one_after_the_other(model, engine):
     assert [request.sampling.seed for request in engine.submitted] == list(range(5, 12))
     assert narrow.most == 2
     assert engine.active == set()
+
+
+def test_choices_that_the_engine_turns_away_come_again(model, engine, monkeypatch):
+    whole, _ = collected(job(n=3), model)
+    engine.submitted.clear()
+    answer = engine._deltas
+
+    def deltas(request):
+        if len(engine.submitted) in (2, 3):  # it finds only now that it has no place
+            return [Delta(finish_reason=FinishReason.ERROR, error=Overloaded("Full.", retry_after=0.01))]
+        return answer(request)
+
+    monkeypatch.setattr(engine, "_deltas", deltas)
+    parted, _ = collected(job(n=3), model)
+    assert [output.text for output in parted] == [output.text for output in whole]
+    assert len(engine.submitted) == 5
+
+
+def test_choices_that_wait_for_room_keep_the_deadline(model, engine):
+    narrow = dataclasses.replace(model, engine=Narrow(engine, 1))
+    engine.delay = 0.05
+    with pytest.raises(DeadlineExceeded):
+        collected(dataclasses.replace(job(n=2), deadline=time.monotonic() + 0.02), narrow)
 
 
 def test_without_any_place_a_request_is_refused(model, engine):
@@ -252,8 +276,8 @@ def test_what_nobody_came_to_read_was_made_all_the_same(model, engine):
     """A reader that goes away early does not hide what its request has cost; nor does it cost more than its text."""
     engine.answer = b"x" * 100
     generation = Generation.start(job(n=2, ignore_eos=True), model)
-    for choice in generation._choices:
-        choice.stream.generated = 30
+    for stream in engine._streams:
+        stream.generated = 30
     generation.cancel()
     assert (generation.generated, generation.completion_tokens) == (60, 0)
     outputs, whole = collected(job(stop=("xxx",)), model)
