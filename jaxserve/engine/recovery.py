@@ -52,7 +52,8 @@ class Recovery:
         error = self._fault_twice(group) if group else None
         if error is None:
             return None
-        fault = self._fault_twice([Running(PROBE, pool=0, arrived=0.0, seed=0, slot=0)])
+        # In the culprit's own pool: each pool has programs of its own, and one of them may be what is broken.
+        fault = self._fault_twice([Running(PROBE, pool=group[0].pool, arrived=0.0, seed=0, slot=0)])
         if fault is not None:
             raise DeviceFault(f"steps fail whoever is in them: {fault.message}")
         return group[0], error

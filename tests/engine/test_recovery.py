@@ -84,3 +84,15 @@ def test_one_more_fault_by_chance_blames_nobody(at):
 def test_where_everything_fails_nobody_is_to_blame():
     with pytest.raises(DeviceFault):
         Trials(lambda kind, texts: RuntimeError("gone")).recovery.culprit(suspects(4))
+
+
+def test_a_broken_pool_is_nobodys_fault(monkeypatch):
+    run = HashDevice.run
+
+    def broken(self, pool, slots, steps):
+        self.lost = self.lost or (RuntimeError("broken") if pool == 1 else None)
+        return run(self, pool, slots, steps)
+
+    monkeypatch.setattr(HashDevice, "run", broken)
+    with pytest.raises(DeviceFault):
+        Trials().recovery.culprit(suspects(18))
