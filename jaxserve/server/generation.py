@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 from jaxserve.engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from jaxserve.errors import DeadlineExceeded, EngineError, JaxserveError, Overloaded, ShuttingDown
+from jaxserve.errors import DeadlineExceeded, EngineError, Overloaded, ShuttingDown
 from jaxserve.server.service import Engine, ServedModel, Stream
 from jaxserve.text.detokenize import Detokenizer
 
@@ -235,7 +235,7 @@ class Generation:
                 streams.append(LateStream(request, engine, turn, engine.submit(request, patient=True)))
         except Overloaded:
             streams += [LateStream(request, engine, turn) for request in others[len(streams) - 1 :]]
-        except JaxserveError:
+        except Exception:
             for stream in streams:
                 stream.cancel()
             raise

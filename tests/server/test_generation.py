@@ -156,16 +156,17 @@ def test_other_ends_are_errors(last, error, model, engine, monkeypatch):
         collected(job(), model)
 
 
-def test_all_choices_are_submitted_or_none(model, engine):
+@pytest.mark.parametrize("error", [ShuttingDown("No more."), KeyError("a mistake of ours")])
+def test_all_choices_are_submitted_or_none(error, model, engine):
     take = engine.submit
 
     def submit(request, *, patient=False):
         if len(engine.submitted) == 2:
-            raise ShuttingDown("No more.")
+            raise error
         return take(request)
 
     engine.submit = submit
-    with pytest.raises(ShuttingDown):
+    with pytest.raises(type(error)):
         Generation.start(job(n=3), dataclasses.replace(model, engine=engine))
     assert engine.active == set()
     assert len(engine.cancelled) == 2
