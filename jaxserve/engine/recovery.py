@@ -18,8 +18,9 @@ from jaxserve.errors import DeviceFault, EngineError, JaxserveError, NumericalEr
 
 logger = logging.getLogger(__name__)
 
-# A request that does nothing out of the way: if even this fails, no request is to blame.
-PROBE = Request("probe", (0,), SamplingParams(max_tokens=2, temperature=0.0))
+# A request that does nothing out of the way: if even this fails, no request is to blame. One chunk and two steps: were
+# it as long as the culprit, a length that does not work would end the process, and the next one when it is asked again.
+PROBE = Request("probe", (0, 0), SamplingParams(max_tokens=2, temperature=0.0))
 
 
 class NothingFinite(Exception):

@@ -81,6 +81,12 @@ def test_one_more_fault_by_chance_blames_nobody(at):
     assert Trials(once).recovery.culprit(suspects(1)) is None
 
 
+@pytest.mark.parametrize("kind", ["prefill", "run"])
+def test_one_program_that_always_fails_is_the_devices_fault(kind):
+    with pytest.raises(DeviceFault):
+        Trials(lambda what, texts: RuntimeError("gone") if what == kind else None).recovery.culprit(suspects(4))
+
+
 def test_where_everything_fails_nobody_is_to_blame():
     with pytest.raises(DeviceFault):
         Trials(lambda kind, texts: RuntimeError("gone")).recovery.culprit(suspects(4))
