@@ -165,6 +165,12 @@ class Injector:
         assert self.loop
         self.loop.call_soon_threadsafe(time.sleep, seconds)
 
+    def lie(self) -> None:
+        """The probes say that all is well, whatever is so: what a rig must notice."""
+        from jaxserve.server.vitals import Vitals
+
+        Vitals.ready = lambda self: True  # type: ignore[method-assign]
+
     def jump(self, seconds: float) -> None:
         """The wall clock is wrong from now on; the monotonic one goes on as it must."""
         seconds_then, ns_then = time.time, time.time_ns

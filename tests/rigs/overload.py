@@ -32,6 +32,7 @@ from tests.rigs.served import ROOT, Served, served
 from tests.rigs.verdict import arguments, report
 
 NORMAL, OVER = 0.8, 4.0
+CLOSED = 0.0  # no rate: clients that always ask
 RATES = (NORMAL, 1.0, 2.0, OVER, 10.0)
 LONG_QUEUE = 256
 GOODPUT_SHARE = 0.95  # of the peak, at OVER
@@ -104,15 +105,18 @@ class Bench:
         """One request's bytes."""
         return completion(self.dice, self._host, key=key, words=(4, 16), outputs=self._setting.outputs)
 
-    def peak(self, seconds: float, streams: int) -> dict[str, float]:
-        """What it can do when ``streams`` clients always ask."""
-        shots = uvloop.run(closed_loop(self.server.url, streams, seconds, self.request))
+    def closed(self, seconds: float) -> Stretch:
+        """A stretch in which a few clients more than there are slots always ask."""
+        shots = uvloop.run(closed_loop(self.server.url, self._setting.slots + 2, seconds, self.request))
         begin = min(shot.due for shot in shots)
-        counted = (begin + WARM_SHARE * seconds, begin + seconds)
-        done = sum(shot.served and counted[0] <= shot.end < counted[1] for shot in shots)
+        return shots, begin + WARM_SHARE * seconds, begin + seconds
+
+    def capacity(self, seconds: float) -> float:
+        """Requests a second that it can serve."""
+        shots, begin, end = self.closed(seconds)
+        done = sum(shot.served and begin <= shot.end < end for shot in shots)
         # In the short run nothing may have ended yet; what is then sent is still more than there is room for.
-        least = 1.5 * self._setting.slots / seconds
-        return summary((shots, *counted)) | {"rate": max(done / (counted[1] - counted[0]), least)}
+        return max(done / (end - begin), 1.5 * self._setting.slots / seconds)
 
     def shots(self, rate: float, begin: float, seconds: float, tenant: str = "", key: str = "") -> list[Shot]:
         """Requests of one stretch of load."""
@@ -135,10 +139,16 @@ class Bench:
 
 
 def rounds_of(bench: Bench, rate: float, seconds: float, rounds: int, rates: Sequence[float]) -> dict[float, Any]:
-    """Each rate's figures over all rounds; the shots of each stretch are pooled."""
-    pooled: dict[float, list[Stretch]] = {factor: [] for factor in rates}
+    """Each rate's figures over all rounds, and under ``CLOSED`` those of clients that always ask.
+
+    All take turns in each round, since a shared machine is not as fast in one minute as in the next; the shots of each
+    stretch are pooled.
+    """
+    pooled: dict[float, list[Stretch]] = {factor: [] for factor in (CLOSED, *rates)}
     length = seconds / rounds
     for _ in range(rounds):
+        pooled[CLOSED].append(bench.closed(length))
+        bench.rest()
         for factor in rates:
             shots = bench.shots(factor * rate, 0.0, length)
             begin = bench.fire(shots)
@@ -204,26 +214,28 @@ def measure(setting: Setting, options: Any) -> tuple[dict[str, Any], dict[str, A
     rates = (NORMAL, OVER) if options.quick else RATES
     with start(setting, flags) as server:
         bench = Bench(server, setting, options.seed)
-        peak = bench.peak(options.seconds / 2, setting.slots + 2)
+        rate = bench.capacity(options.seconds / 2)
         bench.rest()
         before = _cpu(server), time.process_time(), time.monotonic()
-        at = rounds_of(bench, peak["rate"], options.seconds, options.rounds, rates)
+        at = rounds_of(bench, rate, options.seconds, options.rounds, rates)
         wall = time.monotonic() - before[2]
         found: dict[str, Any] = {
-            "peak": peak,
+            "rate": rate,
+            "peak": at.pop(CLOSED),
             "at": {f"{factor:g}x": figures for factor, figures in at.items()},
             "server_cpu": (_cpu(server) - before[0]) / wall,
             "client_cpu": (time.process_time() - before[1]) / wall,
         }
         if not options.quick:
-            found["recovery"] = recovery(bench, peak["rate"], at[NORMAL], options.seconds / options.rounds * 2)
+            found["recovery"] = recovery(bench, rate, at[NORMAL], options.seconds / options.rounds * 2)
         found["recompiles"] = server.metric("jaxserve_recompiles_total")
     if options.quick:
         return found, {}
-    found["fairness"] = fairness(setting, peak["rate"], options.seconds, options.seed, flags)
+    found["fairness"] = fairness(setting, rate, options.seconds, options.seed, flags)
     with start(setting, ("--engine.max-waiting", str(LONG_QUEUE))) as server:
         bench = Bench(server, setting, options.seed)
-        long_queue = rounds_of(bench, peak["rate"], options.seconds, 1, (NORMAL, OVER))
+        long_queue = rounds_of(bench, rate, options.seconds, 1, (NORMAL, OVER))
+        del long_queue[CLOSED]
     return found, {f"{factor:g}x": figures for factor, figures in long_queue.items()}
 
 

@@ -1,8 +1,10 @@
-"""The rigs that stage faults, in their short size on one server, each with a planted mistake that it must find."""
+"""The rigs in their short sizes; those that stage faults share a server, and each must find a planted mistake."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.rigs import cancels, faults, poison, soak
 from tests.rigs.served import Served, served
 from tests.rigs.stage import Stage
+from tests.rigs.tiny import ROOT
 
 pytestmark = [pytest.mark.rig, pytest.mark.slow]
 
@@ -86,3 +89,12 @@ async def _play(server: Served, *only: int) -> list[faults.Outcome]:
     await stage.prepare()
     rows = [row for row in faults.ROWS if row.quick and (not only or set(only) & set(row.faults))]
     return [await faults.play(row, stage) for row in rows]
+
+
+@pytest.mark.parametrize("rig", ["drain", "overload", "probes", "simulate", "slow"])
+def test_the_rigs_in_short(rig):
+    """On the real server; what depends on how busy this machine is isn't judged then."""
+    command = [sys.executable, "-m", f"tests.rigs.{rig}", "--quick"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.splitlines()[-1].startswith(f"held: {rig}: ")
