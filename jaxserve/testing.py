@@ -25,7 +25,7 @@ from jaxserve.engine.scheduler import Policy
 from jaxserve.engine.work import Emitted
 from jaxserve.models.family import Family, family_of
 from jaxserve.models.weights import nest
-from jaxserve.plan import Chunk, Plan, make_plan
+from jaxserve.plan import Chunk, ModelShape, Plan, make_plan
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -91,6 +91,15 @@ def tiny_engine(
 
 
 MARKS = 4
+
+
+def hash_plan(*pools: Pool, vocab_size: int = 200, **settings: Any) -> Plan:
+    """A plan for a device that is a hash; ``settings`` are those of the section ``engine``."""
+    shape = ModelShape(
+        vocab_size, parameters=1000, cache_per_position=8, max_positions=4096, widest=8, heads=2, key_block=16
+    )
+    config = EngineConfig(**{"pools": pools or (Pool(2, 64),), "prefill_buckets": (16, 32), **settings})
+    return make_plan(shape, config, dtype="float32", dtype_bytes=4, memory_limit=2**40)
 
 
 def hash_entry(before: int, token: int) -> int:

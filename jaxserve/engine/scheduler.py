@@ -102,6 +102,7 @@ class Scheduler:
             raise PlanError(f"the model has {len(self._eos)} end tokens, more than {MODEL_STOP_TOKENS}")
         self._pools = [_Pool(pool.slots) for pool in plan.pools]
         self._budget = max(pool.buckets[-1] for pool in plan.pools)
+        self._at_once = min(policy.max_concurrency, sum(pool.slots for pool in plan.pools))
         self._queue = Queue()
         self._by_id: dict[str, Running] = {}
         self._seconds_per_turn = 0.0  # of reading a prompt
@@ -148,8 +149,7 @@ class Scheduler:
     @property
     def capacity(self) -> int:
         """Requests that may be here at once."""
-        slots = sum(pool.slots for pool in self._plan.pools)
-        return min(slots, self._policy.max_concurrency) + self._policy.max_waiting
+        return self._at_once + self._policy.max_waiting
 
     def stop_ids(self, request: Request) -> tuple[int, ...]:
         """Tokens that end this request."""
@@ -162,8 +162,7 @@ class Scheduler:
 
     def retry_after(self) -> float:
         """Seconds until a slot should be free for one more, at the present pace."""
-        slots = min(self._policy.max_concurrency, sum(pool.slots for pool in self._plan.pools))
-        return min(LONGEST_RETRY, max(0.1, (self.waiting + 1) * self._seconds_per_slot / slots))
+        return min(LONGEST_RETRY, max(0.1, (self.waiting + 1) * self._seconds_per_slot / self._at_once))
 
     # --- events -------------------------------------------------------------------------------------------------------
 

@@ -7,23 +7,15 @@ from functools import partial
 
 import pytest
 
-from jaxserve.config import EngineConfig, Pool
 from jaxserve.engine.crossing import Crossing
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import FinishReason, Request, SamplingParams
 from jaxserve.engine.scheduler import Policy
 from jaxserve.engine.unread import Unread
 from jaxserve.errors import EngineError, Forbidden, InvalidRequest, Overloaded, Quarantined, ShuttingDown
-from jaxserve.plan import ModelShape, make_plan
-from jaxserve.testing import HashDevice
+from jaxserve.testing import HashDevice, hash_plan
 
-PLAN = make_plan(
-    ModelShape(200, 1000, 8, 4096, 8, 2, 16),
-    EngineConfig(pools=(Pool(2, 64),), prefill_buckets=(16, 32)),
-    dtype="float32",
-    dtype_bytes=4,
-    memory_limit=2**40,
-)
+PLAN = hash_plan()
 
 
 @pytest.fixture

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from jaxserve.config import EngineConfig, Pool
 from jaxserve.engine.device import Admission
 from jaxserve.engine.request import Request, SamplingParams
-from jaxserve.plan import ModelShape, make_plan
-from jaxserve.testing import HashDevice, hash_tokens
+from jaxserve.testing import HashDevice, hash_plan, hash_tokens
 
-PLAN = make_plan(
-    ModelShape(200, 1000, 8, 4096, 8, 2, 16),
-    EngineConfig(pools=(Pool(2, 64),), prefill_buckets=(16, 32)),
-    dtype="float32",
-    dtype_bytes=4,
-    memory_limit=2**40,
-)
+PLAN = hash_plan()
 
 
 def write(prompt: tuple[int, ...], known: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -6,21 +6,14 @@ import math
 
 import pytest
 
-from jaxserve.config import EngineConfig, Pool
+from jaxserve.config import Pool
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.work import Running
 from jaxserve.errors import DeviceFault, EngineError, NumericalError
-from jaxserve.plan import ModelShape, make_plan
-from jaxserve.testing import HashDevice
+from jaxserve.testing import HashDevice, hash_plan
 
-PLAN = make_plan(
-    ModelShape(200, 1000, 8, 4096, 8, 2, 16),
-    EngineConfig(pools=(Pool(16, 64), Pool(4, 128)), prefill_buckets=(16, 32)),
-    dtype="float32",
-    dtype_bytes=4,
-    memory_limit=2**40,
-)
+PLAN = hash_plan(Pool(16, 64), Pool(4, 128))
 
 
 class Trials:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from jaxserve.config import EngineConfig, Pool
+from jaxserve.config import Pool
 from jaxserve.engine.request import FinishReason, Request, SamplingParams, check
 from jaxserve.engine.scheduler import Policy, Scheduler
 from jaxserve.engine.work import Emitted
@@ -20,16 +20,14 @@ from jaxserve.errors import (
     Overloaded,
     QueueTimeout,
 )
-from jaxserve.plan import ModelShape, make_plan
+from jaxserve.testing import hash_plan
 
 EOS = 7
-SHAPE = ModelShape(200, 1000, 8, 4096, 8, 2, 16)
 POLICY = Policy(max_concurrency=100, max_waiting=8, queue_timeout=60, request_timeout=600, batch_window=0)
 
 
 def scheduler(*pools: Pool, policy: Policy = POLICY, steps: int = 4) -> Scheduler:
-    engine = EngineConfig(pools=pools or (Pool(2, 64),), prefill_buckets=(16, 32), steps_per_dispatch=steps)
-    return Scheduler(make_plan(SHAPE, engine, dtype="float32", dtype_bytes=4, memory_limit=2**40), policy, (EOS,))
+    return Scheduler(hash_plan(*pools, steps_per_dispatch=steps), policy, (EOS,))
 
 
 def request(name: str, prompt: int = 5, **sampling) -> Request:

@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from unittest import mock
 
-from jaxserve.config import EngineConfig, Pool
+from jaxserve.config import Pool
 from jaxserve.engine.canary import Canary
 from jaxserve.engine.crossing import Crossing, Stream
 from jaxserve.engine.engine import Engine
@@ -39,13 +39,12 @@ from jaxserve.errors import (
     QueueTimeout,
     ShuttingDown,
 )
-from jaxserve.plan import ModelShape, Plan, PoolPlan, make_plan
-from jaxserve.testing import HashDevice, hash_tokens
+from jaxserve.plan import Plan, PoolPlan
+from jaxserve.testing import HashDevice, hash_plan, hash_tokens
 from tests.rigs.verdict import arguments, report
 
 VOCABULARY, EOS = 211, 7
 POISON, POISON_PREFILL, NONE = 1, 2, 3  # tokens that make a step fail, a chunk fail, a number that is none
-SHAPE = ModelShape(VOCABULARY, 1000, 8, 4096, 8, 2, 16)
 EVENTS = 300
 USUAL = {"submit": 2.0, "turn": 6.0, "hear": 5.0, "read": 4.0}
 RARE = {"drain": 0.01, "revoke": 0.05, "nap": 0.02, "cancel": 0.5, "pause": 0.5, "shake": 0.1, "break": 0.02}
@@ -313,8 +312,7 @@ class World:
 def _plan(dice: random.Random) -> Plan:
     pools = tuple(Pool(dice.randint(1, 6), dice.choice((16, 32, 64))) for _ in range(dice.randint(1, 3)))
     buckets = dice.choice(((8,), (8, 16), (16, 32)))
-    engine = EngineConfig(pools=pools, prefill_buckets=buckets, steps_per_dispatch=dice.randint(1, 5))
-    return make_plan(SHAPE, engine, dtype="float32", dtype_bytes=4, memory_limit=2**40)
+    return hash_plan(*pools, vocab_size=VOCABULARY, prefill_buckets=buckets, steps_per_dispatch=dice.randint(1, 5))
 
 
 def _policy(dice: random.Random, slots: int) -> Policy:
