@@ -135,6 +135,8 @@ class AsyncEngine:
                     self._wake.wait()
                 if self._busy_since == math.inf:
                     self._busy_since = engine.clock()
+                while not self._stopped and (spare := engine.spare) > 0:
+                    self._wake.wait(spare)
             self._tell(crossing.deliver_letters())
             if self._stopped:
                 self._tell(engine.abandon(ShuttingDown("the server is shutting down")))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from jaxserve.engine.canary import Canary
 from jaxserve.engine.completion import Answer, Completion
@@ -30,6 +31,10 @@ PATIENCE = 3
 # A step is suspicious when it takes this many times as long as the slowest call of the warm-up, and never before that
 # many seconds: readiness follows within a second, and a busy machine's hiccups pass.
 SLOWER, SOONEST = 10.0, 0.75
+# A dispatch is made this long before the device should be done with the one before, and as long before as the host's
+# part of the last ticks took, twice over.
+MARGIN = 0.002
+RECENT = 8
 
 
 def _ignore(phase: str, done: int, total: int) -> None:
@@ -82,6 +87,10 @@ class Engine:
         self._recovery = Recovery(device, self._scheduler.stop_ids, self._move)
         self._draw_seed = draw_seed
         self._in_flight: list[tuple[RunWork, Flight]] = []
+        self._read_at = self.beat
+        # Between two reads of late, by how many steps were in flight.
+        self._device_times: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=RECENT))
+        self._host_times: deque[float] = deque(maxlen=RECENT)  # to schedule and dispatch, of late
         self._unclean: list[tuple[int, int]] = []  # (pool, slot) left by who did not end in a delivery
         self._unexplained = 0
 
@@ -104,6 +113,19 @@ class Engine:
     def degraded(self) -> bool:
         """Whether the known request was answered wrongly."""
         return self.canary.sick
+
+    @property
+    def spare(self) -> float:
+        """Seconds that the next tick may wait without leaving the device idle.
+
+        While nobody would be seated it is 0 and dispatches are made one ahead. With a free slot they are made at the
+        last moment: who comes meanwhile is part of the next one, not of the one after it.
+        """
+        times = self._device_times[_steps(self._in_flight)]
+        if not self._in_flight or not self._scheduler.has_room or len(times) < RECENT:
+            return 0.0
+        last_moment = self._read_at + min(times) - 2 * max(self._host_times) - MARGIN
+        return max(0.0, last_moment - self.clock())
 
     def warm_up(self, progress: Progress = _ignore) -> None:
         """Compiles every program of the plan, calls each, and watches from then on that nothing compiles."""
@@ -191,8 +213,12 @@ class Engine:
         self.idle = not (tick or before)
         try:
             self._dispatch(tick, said)
+            self._host_times.append(self.clock() - self.beat)
             for work, flight in before:
                 said += self._deliver(work, flight)
+            if before:
+                self._device_times[_steps(before)].append(self.beat - self._read_at)
+                self._read_at = self.beat
             if tick.prefills and not (tick.runs or before):
                 # Nothing else waits for the device here, and a long prompt must not run ahead of who comes next.
                 self.device.wait({work.running.pool for work in tick.prefills})
@@ -346,3 +372,7 @@ class Engine:
         self.metrics.running.set(self._scheduler.running)
         self.metrics.waiting.set(self._scheduler.waiting)
         self.metrics.cache_usage.set(self._scheduler.cache_usage)
+
+
+def _steps(flights: Iterable[tuple[RunWork, Flight]]) -> int:
+    return sum(work.steps for work, _ in flights)

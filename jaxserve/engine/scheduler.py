@@ -135,6 +135,11 @@ class Scheduler:
         return bool(self._by_id)
 
     @property
+    def has_room(self) -> bool:
+        """Whether one more request would have a slot at once."""
+        return not self._queue and self.running < self._at_once
+
+    @property
     def cache_usage(self) -> float:
         """Share of all cache positions that hold a known token."""
         return sum(running.known for running in self._held()) / sum(

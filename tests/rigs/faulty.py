@@ -88,6 +88,7 @@ class Injector:
         self._held = {"device": threading.Event(), "host": threading.Event()}
         self.release()
         self._pause = 0.0
+        self._busy_until = 0.0
         self._leaks: Counter[str] = Counter()
         self._kept: list[Any] = []
         self._ballast = b""
@@ -157,7 +158,7 @@ class Injector:
             held.set()
 
     def slow(self, seconds: float) -> None:
-        """Every run takes this much longer."""
+        """Every run takes this much longer on the device; the host goes on meanwhile, as it would."""
         self._pause = seconds
 
     def block_loop(self, seconds: float) -> None:
@@ -259,7 +260,11 @@ class Injector:
         self._trace.append((kind, size))
         if kind == "run":
             self._runs += 1
-            time.sleep(self._pause)
+            self._busy_until = max(time.monotonic(), self._busy_until) + self._pause
+
+    def busy_until(self) -> float:
+        """When the device is done with what has been dispatched, if it was slow."""
+        return self._busy_until
 
     def encoding(self) -> None:
         """A text is about to become tokens."""
@@ -407,6 +412,7 @@ def wrap_programs(injector: Injector) -> None:
     marked: set[tuple[int, int]] = set()
     executables: dict[Any, Any] = {}
     illegible: dict[int, list[int]] = {}  # an emission and the slots that cannot be taken out of it
+    ready_at: dict[int, float] = {}  # an emission and when it is there
 
     def spoil(cache: Any, rows: Any) -> Any:
         def put(leaf: Any) -> Any:
@@ -485,10 +491,12 @@ def wrap_programs(injector: Injector) -> None:
             emission = jax.tree.map(lambda _: Unreadable(), emission)
         if kept and injector.due("deliver", lambda: bool(here)) is not None:
             illegible[id(emission)] = here
+        ready_at[id(emission)] = injector.busy_until()
         return state, emission
 
     @wrap(JaxFlight, "read")
     def read(original: Any, self: Any) -> Any:
+        time.sleep(max(0.0, ready_at.pop(id(self.emission), 0.0) - time.monotonic()))
         log, slots = original(self), illegible.pop(id(self.emission), [])
         return Illegible(log, slots) if slots else log
 

@@ -147,7 +147,7 @@ async def greedy_tenant() -> str:
         keys = keyed(Path(folder), "quiet", "greedy")
         flags = ("--engine.pools", "8x256", "--engine.max-tenant-share", "0.75", "--auth.keys", str(keys.file))
         with served(*flags, faulty=True) as server:
-            server.control("slow", seconds=0.02)
+            server.control("slow", seconds=0.05)
 
             async def first_tokens() -> list[float]:
                 times = []
