@@ -27,13 +27,59 @@ FLOAT32 = 4
 INT32 = 4
 
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1, "float8_e4m3fn": 1}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightShape:
+    """One weight; ``dtype`` is ``None`` where it follows the model's."""
+
+    param: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: str | None = None
+
+    @property
+    def numbers(self) -> int:
+        """How many there are in it."""
+        return math.prod(self.shape)
+
+    def bytes(self, dtype_bytes: int) -> int:
+        """Its size, where the model's numbers have so many bytes."""
+        return self.numbers * (dtype_bytes if self.dtype is None else DTYPE_BYTES[self.dtype])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What one layer keeps of one slot.
+
+    Attributes:
+        per_position: numbers of one position.
+        most: positions that are kept at most; ``None`` keeps all.
+        fixed: numbers that stand for all positions.
+        fixed_float32: further ones, in float32 whatever the model's dtype.
+        heads: key heads among which all of it divides.
+    """
+
+    per_position: int = 0
+    most: int | None = None
+    fixed: int = 0
+    fixed_float32: int = 0
+    heads: int = 1
+
+    def bytes(self, positions: int, dtype_bytes: int) -> int:
+        """Size for a slot of so many positions."""
+        kept = positions if self.most is None else min(self.most, positions)
+        return (self.per_position * kept + self.fixed) * dtype_bytes + self.fixed_float32 * FLOAT32
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the plan needs to know of a model.
 
     Attributes:
-        parameters: number of weights.
-        cache_per_position: cache numbers of one position of one slot, all layers, keys and values.
+        weights: all of them.
+        cache: what each layer keeps.
         max_positions: longest sequence that the model was made for.
         widest: largest of the sizes that one token's activations take (ffn, heads x head size, width).
         heads: query heads.
@@ -41,12 +87,17 @@ class ModelShape:
     """
 
     vocab_size: int
-    parameters: int
-    cache_per_position: int
+    weights: tuple[WeightShape, ...]
+    cache: tuple[CacheShape, ...]
     max_positions: int
     widest: int
     heads: int
     key_block: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(weight.numbers for weight in self.weights)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,11 +227,11 @@ class Plan:
     @property
     def weight_bytes(self) -> int:
         """All weights, once."""
-        return self.model.parameters * self.dtype_bytes
+        return sum(weight.bytes(self.dtype_bytes) for weight in self.model.weights)
 
     def cache_bytes(self, pool: PoolPlan) -> int:
-        """Keys and values of a pool."""
-        return pool.rows * pool.positions * self.model.cache_per_position * self.dtype_bytes
+        """What the layers keep of a pool's slots."""
+        return pool.rows * sum(layer.bytes(pool.positions, self.dtype_bytes) for layer in self.model.cache)
 
     def state_bytes(self, pool: PoolPlan) -> int:
         """Token history, sampling rows and the log of a dispatch."""

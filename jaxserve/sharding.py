@@ -19,6 +19,15 @@ def make_mesh(expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | 
     return Mesh(chosen, ("expert", "tensor"))
 
 
+def axis_size(name: str) -> int:
+    """Devices along a mesh axis, of the mesh under which a program is being traced; 1 outside of any.
+
+    Programs for a mesh are traced under ``jax.set_mesh(mesh)``.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else dict(mesh.shape).get(name, 1)
+
+
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
     """Where an array with these logical axes lies; an axis that the mesh does not divide stays whole."""
 

@@ -24,8 +24,8 @@ from jaxserve.engine.request import Request, TokenLogprob
 from jaxserve.engine.scheduler import Policy
 from jaxserve.engine.work import Emitted
 from jaxserve.models.family import Family, family_of
-from jaxserve.models.weights import nest
-from jaxserve.plan import Chunk, ModelShape, Plan, make_plan
+from jaxserve.models.weights import nest, params_of
+from jaxserve.plan import CacheShape, Chunk, ModelShape, Plan, WeightShape, make_plan
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -48,15 +48,15 @@ def random_leaves(family: Family, seed: int = 0, dtype: DTypeLike = jnp.float32)
     key = jax.random.key(seed)
     leaves = {}
     for index, rule in enumerate(family.rules):
-        draw = jax.random.normal(jax.random.fold_in(key, index), rule.leaf_shape, jnp.float32)
+        draw = jax.random.normal(jax.random.fold_in(key, index), rule.shape, jnp.float32)
         scale = 1 + 0.1 * draw if rule.param.endswith("scale") else 0.25 * draw
-        leaves[rule.param] = scale.astype(dtype)
+        leaves[rule.param] = scale.astype(rule.dtype or dtype)
     return leaves
 
 
 def random_params(family: Family, seed: int = 0, dtype: DTypeLike = jnp.float32) -> dict[Any, Any]:
     """The same as the module's parameters."""
-    return family.arrange(nest(random_leaves(family, seed, dtype)))
+    return params_of(nest(random_leaves(family, seed, dtype)))
 
 
 def tiny_plan(family: Family, pools: tuple[Pool, ...] = (Pool(4, 128),), **settings: Any) -> Plan:
@@ -96,7 +96,13 @@ MARKS = 4
 def hash_plan(*pools: Pool, vocab_size: int = 200, **settings: Any) -> Plan:
     """A plan for a device that is a hash; ``settings`` are those of the section ``engine``."""
     shape = ModelShape(
-        vocab_size, parameters=1000, cache_per_position=8, max_positions=4096, widest=8, heads=2, key_block=16
+        vocab_size,
+        weights=(WeightShape("all", (1000,), (None,)),),
+        cache=(CacheShape(per_position=8),),
+        max_positions=4096,
+        widest=8,
+        heads=2,
+        key_block=16,
     )
     config = EngineConfig(**{"pools": pools or (Pool(2, 64),), "prefill_buckets": (16, 32), **settings})
     return make_plan(shape, config, dtype="float32", dtype_bytes=4, memory_limit=2**40)

@@ -17,10 +17,12 @@ from jaxserve.engine.rows import RowTable
 from jaxserve.errors import PlanError
 from jaxserve.models.family import family_of
 from jaxserve.models.weights import abstract
-from jaxserve.plan import ModelShape, make_plan
+from jaxserve.plan import CacheShape, ModelShape, WeightShape, make_plan
 from jaxserve.testing import TINY, tiny_plan
 
-SHAPE = ModelShape(1000, 1_000_000, 64, 1 << 20, 64, 4, 128)
+SHAPE = ModelShape(
+    1000, (WeightShape("all", (1000, 1000), (None, None)),), (CacheShape(per_position=64),), 1 << 20, 64, 4, 128
+)
 
 
 def plan(*pools: Pool, shape: ModelShape = SHAPE, memory: int = 2**34, **settings):
@@ -112,7 +114,7 @@ def test_it_lists_every_program():
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
-    shape = dataclasses.replace(SHAPE, cache_per_position=4096)
+    shape = dataclasses.replace(SHAPE, cache=(CacheShape(per_position=4096),))
     small = plan(Pool(8, 2048), shape=shape).total_bytes
     with pytest.raises(PlanError, match=r"needs .* GiB \(weights .* but .* 10% headroom .*: \d+ slots fewer would fit"):
         plan(Pool(8, 2048), shape=shape, memory=small)

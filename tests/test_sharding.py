@@ -16,7 +16,7 @@ import json
 import jax, jax.numpy as jnp, numpy as np
 from jaxserve.decode import jitted
 from jaxserve.models.family import family_of
-from jaxserve.models.weights import nest
+from jaxserve.models.weights import nest, params_of
 from jaxserve.sharding import make_mesh, sharding
 from jaxserve.testing import TINY, random_leaves, random_params
 family = family_of(TINY | {"num_attention_heads": 8, "hidden_size": 64, "num_key_value_heads": 8, "vocab_size": 264})
@@ -27,8 +27,8 @@ alone = jitted.logits(family.graphdef(jnp.float32), params, tokens)
 found = {}
 for tensor in (2, 4, 8):
     mesh = make_mesh(1, tensor)
-    places = {rule.param: sharding(mesh, rule.axes, rule.leaf_shape) for rule in family.rules}
-    placed = family.arrange(nest({name: jax.device_put(leaf, places[name]) for name, leaf in leaves.items()}))
+    places = {rule.param: sharding(mesh, rule.axes, rule.shape) for rule in family.rules}
+    placed = params_of(nest({name: jax.device_put(leaf, places[name]) for name, leaf in leaves.items()}))
     logits = jitted.logits(family.graphdef(jnp.float32), placed, tokens)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(placed))
     mine = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))

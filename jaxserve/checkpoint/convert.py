@@ -136,7 +136,7 @@ def find_converted(store: Store, model: str, source: Source, dtype: str, with_go
             if same and known.dtype == dtype and (known.goldens is not None or not with_goldens):
                 manifest.verify(folder)
                 config = parse_json_object((folder / CONFIG).read_bytes(), str(folder / CONFIG))
-                needed = {rule.param: rule.leaf_shape for rule in family_of(config).rules}
+                needed = {rule.param: rule.shape for rule in family_of(config).rules}
                 if needed == {leaf.path: leaf.shape for leaf in known.tree}:
                     return Published(model, version, folder, fresh=False)
         except CheckpointError:

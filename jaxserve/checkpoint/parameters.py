@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -27,7 +27,7 @@ from jaxserve.checkpoint import Progress
 from jaxserve.checkpoint.files import require_space
 from jaxserve.checkpoint.manifest import LeafEntry
 from jaxserve.errors import CheckpointError
-from jaxserve.models.weights import Rule, nest
+from jaxserve.models.weights import Piece, Rule, nest
 
 # Orbax tells there of every file it opens, and warns of any layout but its default one.
 logging.getLogger("absl").setLevel(logging.ERROR)
@@ -101,41 +101,49 @@ def write_parameters(
         CheckpointError: a missing, unexpected, misshapen or non-finite tensor, or too little disk space.
     """
     table = source.table()
-    by_source = _match(rules, ignored, table)
     name = ("bfloat16" if source.quantised else "source") if dtype == "auto" else dtype
-    leaves = {rule.param: _leaf(rule, table[rule.source], name) for rule in rules}
+    by_source = _match(rules, ignored, table)
+    leaves = {rule.param: _leaf(rule, table, name) for rule in rules}
     total = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves.values())
     require_space(content, 2 * total + _SLACK_BYTES, "converting")
-    maps: dict[str, NDArray[Any]] = {}
+    staged: dict[str, Path] = {}
     done = 0
     for tensor_name, tensor in source.tensors():
-        for rule in by_source.pop(tensor_name, ()):
-            leaf = leaves[rule.param]
-            maps[rule.param] = _stage(rule, tensor, np.dtype(leaf.dtype), scratch / str(len(maps)))
-            done += maps[rule.param].nbytes
+        for rule, piece in by_source.pop(tensor_name, ()):
+            path = staged.setdefault(rule.param, scratch / str(len(staged)))
+            done += _stage(leaves[rule.param], piece, tensor, path)
             progress("convert", done, total)
         del tensor  # before the next one is read
     progress("write", 0, total)
+    maps = {
+        param: np.memmap(path, leaves[param].dtype, "r", shape=leaves[param].shape) for param, path in staged.items()
+    }
     _save(content / FOLDER, maps)
     progress("write", total, total)
     return tuple(leaves[param] for param in sorted(leaves))
 
 
-def _match(rules: Sequence[Rule], ignored: Sequence[str], table: Mapping[str, Tensor]) -> dict[str, list[Rule]]:
-    """Rules by tensor name, after making sure that nothing is missing, left over or of another shape."""
-    by_source: dict[str, list[Rule]] = {}
+def _match(
+    rules: Sequence[Rule], ignored: Sequence[str], table: Mapping[str, Tensor]
+) -> dict[str, list[tuple[Rule, Piece]]]:
+    """What each tensor is for, after making sure that nothing is missing, left over or of another shape."""
+    by_source: dict[str, list[tuple[Rule, Piece]]] = {}
     for rule in rules:
-        by_source.setdefault(rule.source, []).append(rule)
+        for piece in rule.pieces(table):
+            by_source.setdefault(piece.source, []).append((rule, piece))
     missing = sorted(by_source.keys() - table.keys())
     if missing:
         raise CheckpointError(f"The source lacks {_some(missing)}, which its configuration calls for.")
     unexpected = sorted(name for name in table.keys() - by_source.keys() if not name.startswith(tuple(ignored)))
     if unexpected:
         raise CheckpointError(f"The source has {_some(unexpected)}, which its configuration does not call for.")
-    for rule in rules:
-        shape = table[rule.source].shape
-        if not _same_rows(shape, rule.shape):
-            raise CheckpointError(f"Tensor {rule.source} has shape {shape}, its configuration calls for {rule.shape}.")
+    for name, uses in by_source.items():
+        for _, piece in uses:
+            shape = table[name].shape
+            part = shape if piece.rows is None else (piece.rows[1] - piece.rows[0], *shape[1:])
+            whole = piece.rows is None or piece.rows[1] <= shape[0]
+            if not (whole and _same_rows(part, piece.shape)):
+                raise CheckpointError(f"Tensor {name} has shape {shape}, its configuration calls for {piece.shape}.")
     return by_source
 
 
@@ -150,29 +158,50 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + rest
 
 
-def _leaf(rule: Rule, tensor: Tensor, dtype: str) -> LeafEntry:
-    # ml_dtypes are no subtypes of np.floating; all that it defines and a source may hold are float formats.
-    if tensor.dtype.kind in "iub":
-        raise CheckpointError(f"Tensor {rule.source} holds {tensor.dtype.name}, a weight must be a floating number.")
-    return LeafEntry(rule.param, rule.leaf_shape, tensor.dtype.name if dtype == "source" else dtype)
+def _leaf(rule: Rule, table: Mapping[str, Tensor], dtype: str) -> LeafEntry:
+    sources = sorted({piece.source for piece in rule.pieces(table)})
+    for source in sources:
+        # ml_dtypes are no subtypes of np.floating; all that it defines and a source may hold are float formats.
+        whole, packed = table[source].dtype.kind in "iub", rule.dtype == "uint8"
+        if whole != packed:
+            wanted = "packed bytes" if packed else "a floating number"
+            raise CheckpointError(f"Tensor {source} holds {table[source].dtype.name}, a weight must be {wanted}.")
+    own = rule.dtype or (_widest(table[source].dtype for source in sources) if dtype == "source" else dtype)
+    return LeafEntry(rule.param, rule.shape, own)
 
 
-def _stage(rule: Rule, tensor: NDArray[Any], dtype: np.dtype[Any], path: Path) -> NDArray[Any]:
-    """Writes a leaf to ``path`` piece by piece and returns it as a read-only map."""
-    leaf = rule.apply(tensor)
-    staged = np.memmap(path, dtype, "w+", shape=leaf.shape)
-    rows = max(1, _PIECE_BYTES * len(leaf) // leaf.nbytes)
-    for start in range(0, len(leaf), rows):
-        with np.errstate(over="ignore", invalid="ignore"):
-            piece = leaf[start : start + rows].astype(dtype)
-        if not np.isfinite(piece).all():
-            own = np.isfinite(leaf[start : start + rows]).all()
-            what = f"does not fit into {dtype.name}" if own else "has a number that is infinite or none"
-            raise CheckpointError(f"Tensor {rule.source} {what}.")
-        staged[start : start + rows] = piece
+def _widest(dtypes: Iterable[np.dtype[Any]]) -> str:
+    """The dtype that holds all of these numbers: a leaf of several tensors may meet several."""
+    found = {dtype.name for dtype in dtypes}
+    return found.pop() if len(found) == 1 else "float32"
+
+
+def _stage(leaf: LeafEntry, piece: Piece, tensor: NDArray[Any], path: Path) -> int:
+    """Writes a piece of a leaf into the leaf's file, bit by bit; returns how many bytes."""
+    dtype = np.dtype(leaf.dtype)
+    staged = np.memmap(path, dtype, "r+" if path.exists() else "w+", shape=leaf.shape)
+    target = staged[tuple(slice(*bounds) for bounds in piece.region)]
+    values = piece.cut(tensor)
+    if target.shape != values.shape:
+        values = values.reshape(target.shape)
+    if not target.shape or target.shape[0] == 1:
+        _copy(target, values, piece.source)
+    else:
+        rows = max(1, _PIECE_BYTES * len(target) // target.nbytes)
+        for start in range(0, len(target), rows):
+            _copy(target[start : start + rows], values[start : start + rows], piece.source)
     staged.flush()
-    del staged  # its pages are the kernel's from here on
-    return np.memmap(path, dtype, "r", shape=leaf.shape)
+    return int(target.nbytes)
+
+
+def _copy(target: NDArray[Any], values: NDArray[Any], name: str) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = values.astype(target.dtype)
+    if target.dtype.kind not in "iu" and not np.isfinite(cast).all():
+        own = np.isfinite(values).all()
+        what = f"does not fit into {target.dtype.name}" if own else "has a number that is infinite or none"
+        raise CheckpointError(f"Tensor {name} {what}.")
+    target[...] = cast
 
 
 def _save(folder: Path, leaves: Mapping[str, NDArray[Any]]) -> None:

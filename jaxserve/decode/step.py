@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.decode.sampling import SamplingRows, TokenScores
-from jaxserve.models.cache import KVCache, write
+from jaxserve.models.cache import Cache, write
 from jaxserve.pytree import pytree
 
 
@@ -31,7 +31,7 @@ class DecodeState:
         memory: what the strategy keeps between steps.
     """
 
-    cache: KVCache
+    cache: Cache
     tokens: Int[Array, "b s"]
     length: Int[Array, " b"]
     known: Int[Array, " b"]
@@ -96,10 +96,11 @@ class Model(Protocol):
         tokens: Int[Array, "b t"],
         start: Int[Array, " b"],
         mask: Bool[Array, "b t t"],
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         row: Int[Array, ""] | int = 0,
         span: Int[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "b t d"], KVCache]:
+        real: Bool[Array, "b t"] | None = None,
+    ) -> tuple[Float[Array, "b t d"], tuple[Any, ...]]:
         """Hidden states and fresh cache entries."""
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
@@ -139,7 +140,7 @@ class Control:
     pending_count: Int[Array, " b"]
 
 
-def empty_state(cache: KVCache, strategy: Strategy) -> DecodeState:
+def empty_state(cache: Cache, strategy: Strategy) -> DecodeState:
     """A state with no request in any slot."""
     zeros = jnp.zeros(cache.slots, jnp.int32)
     return DecodeState(
@@ -156,7 +157,8 @@ def step(model: Model, state: DecodeState, rows: SamplingRows, strategy: Strateg
     """One pass over all slots; inactive rows compute garbage that is kept nowhere."""
     proposal = strategy.propose(state, rows)
     span = jnp.max(jnp.where(state.active, state.length, 0))
-    hidden, fresh = model(proposal.tokens, state.length, proposal.mask, state.cache, span=span)
+    real = jnp.broadcast_to(state.active[:, None], proposal.tokens.shape)
+    hidden, fresh = model(proposal.tokens, state.length, proposal.mask, state.cache, span=span, real=real)
     logits = model.logits(hidden)
     finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) | ~state.active
     verdict = strategy.accept(logits, proposal, state, rows)
@@ -164,7 +166,7 @@ def step(model: Model, state: DecodeState, rows: SamplingRows, strategy: Strateg
     count, ended = _stop(verdict, state.known, rows)
     count = jnp.where(alive, count, 0)
     after = DecodeState(
-        cache=write(state.cache, fresh, 0, state.length, alive),
+        cache=write(state.cache, fresh, 0, state.length, jnp.where(alive, verdict.advance, 0)),
         tokens=_append(state.tokens, verdict.tokens, state.known, count),
         length=state.length + jnp.where(alive, verdict.advance, 0),
         known=state.known + count,
@@ -224,10 +226,10 @@ def prefill(
     """
     t = tokens.shape[0]
     at = start[None]
-    _, fresh = model(tokens[None], at, jnp.tril(jnp.ones((1, t, t), bool)), state.cache, row=slot, span=start)
-    # The padding's entries are written too: they lie beyond the slot's length, where nothing is read.
+    mask, real = jnp.tril(jnp.ones((1, t, t), bool)), (jnp.arange(t) < count)[None]
+    _, fresh = model(tokens[None], at, mask, state.cache, row=slot, span=start, real=real)
     return DecodeState(
-        cache=write(state.cache, fresh, slot, at, count[None] > 0),
+        cache=write(state.cache, fresh, slot, at, count[None]),
         tokens=jax.lax.dynamic_update_slice(state.tokens, tokens[None], (slot, start)),
         length=state.length.at[slot].set(start + count),
         known=state.known.at[slot].set(start + count),

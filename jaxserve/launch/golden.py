@@ -25,7 +25,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import CheckpointError, DeviceFault, SelfTestFailed
 from jaxserve.models.family import family_of
-from jaxserve.models.weights import abstract
+from jaxserve.models.weights import abstract, params_of
 from jaxserve.text.folder import read_json
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -44,7 +44,7 @@ ENOUGH = 12
 def goldens(folder: Path) -> dict[str, Any]:
     """Computes a new version's goldens: JSON values for ``goldens.json``."""
     family = family_of(read_json(folder / CONFIG))
-    params = family.arrange(restore(folder, abstract(family.rules, jnp.float32)))
+    params = params_of(restore(folder, abstract(family.rules, jnp.float32)))
     graphdef = family.graphdef(jnp.float32)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     room = min(PROMPT_TOKENS + NEW_TOKENS, family.config.max_positions)

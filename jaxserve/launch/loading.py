@@ -29,7 +29,7 @@ from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.launch.device import configure_jax, memory_bytes
 from jaxserve.launch.golden import self_test
 from jaxserve.models.family import Family, family_of
-from jaxserve.models.weights import nest
+from jaxserve.models.weights import nest, params_of
 from jaxserve.plan import Plan, make_plan
 from jaxserve.sharding import make_mesh, sharding
 from jaxserve.text.chat import ChatTemplate
@@ -115,15 +115,15 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
 
 
 def restore_params(folder: Path, family: Family, dtype: str, progress: Progress) -> dict[Any, Any]:
-    """The weights, straight into their sharding, arranged for the module."""
+    """The weights, straight into their sharding."""
     mesh = make_mesh()
     wanted = {
         rule.param: jax.ShapeDtypeStruct(
-            rule.leaf_shape, jnp.dtype(dtype), sharding=sharding(mesh, rule.axes, rule.leaf_shape)
+            rule.shape, jnp.dtype(rule.dtype or dtype), sharding=sharding(mesh, rule.axes, rule.shape)
         )
         for rule in family.rules
     }
-    return family.arrange(restore(folder, nest(wanted), progress))
+    return params_of(restore(folder, nest(wanted), progress))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The small parts every decoder is made of: linear maps, norms, the gated feed-forward block.
+"""The small parts every decoder is made of: linear maps, norms, gated activations.
 
 Weights live in ``flax.nnx`` modules; each call is a pure function of them. Axis letters as everywhere in the house:
 b slots, t query positions, d model, n heads, h head size, f ffn, v vocabulary.
@@ -6,13 +6,17 @@ b slots, t query positions, d model, n heads, h head size, f ffn, v vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from jaxserve.errors import CheckpointError
 
 # Up to this many rows a product is bound by reading its weights.
 FEW_ROWS = 32
@@ -73,28 +77,56 @@ def _product_weights_first(
     return jax.lax.optimization_barrier(y).T.astype(dtype)
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis: normalised in float32, cast, then scaled (Zhang & Sennrich 2019)."""
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A kind of root-mean-square norm (Zhang & Sennrich 2019): normalised in float32, cast, then scaled.
 
-    def __init__(self, size: int, *, eps: float, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        self.eps = eps
-        self.scale = parameter(rngs, (size,), dtype)
+    Attributes:
+        eps: added to the mean square.
+        offset: added to the stored scale; 1 where files hold it zero-centred (Gemma 1 to 3, Qwen3.5).
+        wide: scaled in float32, before the cast (all that have an offset, gpt-oss, Gemma 4).
+    """
 
-    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    eps: float
+    offset: float = 0.0
+    wide: bool = False
+
+    def __call__(self, x: Float[Array, "... d"], scale: Float[Array, " d"] | None = None) -> Float[Array, "... d"]:
         """Normalises the last axis."""
         wide = x.astype(jnp.float32)
         normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return normal.astype(x.dtype) * self.scale[...]
+        if scale is None:
+            return normal.astype(x.dtype)
+        if self.wide:
+            return (normal * (scale.astype(jnp.float32) + self.offset)).astype(x.dtype)
+        return normal.astype(x.dtype) * (scale + self.offset if self.offset else scale)
 
 
-class GatedMLP(nnx.Module):
-    """``down(silu(gate(x)) * up(x))`` (Shazeer 2020, SwiGLU)."""
+class RMSNorm(nnx.Module):
+    """A norm over the last axis with its scale."""
 
-    def __init__(self, width: int, ffn: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        self.gate_up = Linear((width,), (2, ffn), bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear((ffn,), (width,), bias=bias, dtype=dtype, rngs=rngs)
+    def __init__(self, size: int, norm: Norm, *, dtype: DTypeLike) -> None:
+        self.norm = norm
+        self.scale = nnx.Param(jnp.full((size,), 1 - norm.offset, dtype))
 
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        """Applies the block, without the residual."""
-        both = self.gate_up(x)
-        return self.down(jax.nn.silu(both[..., 0, :]) * both[..., 1, :])
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """Normalises the last axis."""
+        return self.norm(x, self.scale[...])
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+_HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def activation_from_hf(name: object) -> str:
+    """The name here of an activation in ``config.json``.
+
+    Raises:
+        CheckpointError: another one.
+    """
+    if name not in _HF_ACTIVATIONS:
+        raise CheckpointError(f"config.json: hidden_act {name!r} is not supported", param="hidden_act")
+    return _HF_ACTIVATIONS[str(name)]

@@ -1,14 +1,18 @@
 """How the tensors of a Hugging Face checkpoint become the leaves of a parameter tree.
 
 Knows names, shapes, axis order and logical axes; a family states each of its weights once, as a ``Rule``. Knows no
-file format and no values.
+file format.
+
+A leaf is what a module holds, so it may be made of several tensors: products of the same input are joined, the
+experts of a layer are stacked. And files of the same family may hold it in different ways (one tensor an expert, or
+all of them in one): a rule names each way, the file decides.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,46 +21,101 @@ from jax.typing import DTypeLike
 
 from jaxserve.errors import CheckpointError
 
+Region = tuple[tuple[int, int], ...]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
-    """One weight: where it comes from and what it becomes.
+class Piece:
+    """A tensor, or some of its rows, and the part of a leaf that it fills.
 
     Attributes:
-        param: dotted path of the leaf, e.g. ``"layers.3.attention.q.kernel"``.
         source: name of the Hugging Face tensor, e.g. ``"model.layers.3.self_attn.q_proj.weight"``.
-        shape: the source tensor is reshaped to this first.
-        order: the reshaped tensor's axes are then transposed into this order.
-        axes: logical axis of each axis of the *leaf*; ``sharding.py`` maps them to the mesh.
+        shape: the tensor (or those rows) is reshaped to this.
+        order: the axes are then transposed into this order; ``()`` leaves them.
+        region: from and to, on the leading axes of the leaf; ``()`` is all of it. The part is reshaped to fit.
+        rows: from and to, on the tensor's first axis; ``None`` is all of them.
     """
 
-    param: str
     source: str
     shape: tuple[int, ...]
-    order: tuple[int, ...]
-    axes: tuple[str | None, ...]
+    order: tuple[int, ...] = ()
+    region: Region = ()
+    rows: tuple[int, int] | None = None
 
-    @property
-    def leaf_shape(self) -> tuple[int, ...]:
-        """Shape of the leaf that this rule fills."""
-        return tuple(self.shape[axis] for axis in self.order)
-
-    def apply(self, tensor: np.ndarray) -> np.ndarray:
-        """Reshapes and transposes a source tensor into its leaf.
+    def cut(self, tensor: np.ndarray) -> np.ndarray:
+        """The numbers of this piece, with its axes in the leaf's order.
 
         Raises:
             CheckpointError: the tensor has another number of elements than the configuration says.
         """
-        if tensor.size != math.prod(self.shape):
+        part = tensor if self.rows is None else tensor[slice(*self.rows)]
+        if part.size != math.prod(self.shape):
             raise CheckpointError(
                 f"tensor {self.source} has shape {tuple(tensor.shape)}, but the model's configuration needs "
                 f"{math.prod(self.shape)} elements {self.shape}"
             )
-        return tensor.reshape(self.shape).transpose(self.order)
+        part = part.reshape(self.shape)
+        return part.transpose(self.order) if self.order else part
+
+    def place(self, tensor: np.ndarray, leaf: np.ndarray) -> None:
+        """Fills its part of a leaf."""
+        part = leaf[tuple(slice(*bounds) for bounds in self.region)]
+        part[...] = self.cut(tensor).reshape(part.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """One leaf: what it is made of and what it becomes.
+
+    Attributes:
+        param: dotted path of the leaf, e.g. ``"layers.3.mixer.qkv.kernel"``.
+        shape: of the leaf.
+        axes: logical axis of each of its axes; ``sharding.py`` maps them to the mesh.
+        ways: the ways in which files hold it, each a tuple of pieces that cover the leaf.
+        dtype: where it does not follow the model's: ``"float32"`` for what must be exact, ``"uint8"`` for packed bits.
+    """
+
+    param: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    ways: tuple[tuple[Piece, ...], ...]
+    dtype: str | None = None
+
+    def pieces(self, names: Container[str]) -> tuple[Piece, ...]:
+        """The way in which a file with these tensors holds it; the first one if it lacks something of each."""
+        complete = (way for way in self.ways if all(piece.source in names for piece in way))
+        return next(complete, self.ways[0])
+
+    def make(self, tensors: Mapping[str, np.ndarray], dtype: DTypeLike) -> np.ndarray:
+        """The leaf, of tensors that are in memory.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another number of elements than the configuration says.
+        """
+        leaf = np.empty(self.shape, self.dtype or dtype)
+        for piece in self.pieces(tensors):
+            if piece.source not in tensors:
+                raise CheckpointError(f"tensor {piece.source} is missing")
+            piece.place(tensors[piece.source], leaf)
+        return leaf
+
+
+def rule(
+    param: str,
+    source: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    order: tuple[int, ...] = (),
+    dtype: str | None = None,
+) -> Rule:
+    """A leaf that is one tensor: reshaped to ``shape``, then transposed into ``order``."""
+    leaf = tuple(shape[axis] for axis in order) if order else shape
+    return Rule(param, leaf, axes, ((Piece(source, shape, order),),), dtype)
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the nested tree of a mapping from dotted paths to leaves."""
+    """Builds the nested tree of a mapping from dotted paths to leaves, as checkpoints hold it."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, name = path.split(".")
@@ -67,6 +126,14 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def params_of(tree: Mapping[str, Any]) -> dict[Any, Any]:
+    """A checkpoint's tree as the module's parameters: a number in a path is an index."""
+    return {
+        int(name) if name.isdecimal() else name: params_of(node) if isinstance(node, Mapping) else node
+        for name, node in tree.items()
+    }
+
+
 def abstract(rules: Iterable[Rule], dtype: DTypeLike) -> dict[str, Any]:
-    """The parameter tree's shapes and dtype, with no value in memory."""
-    return nest({rule.param: jax.ShapeDtypeStruct(rule.leaf_shape, dtype) for rule in rules})
+    """A checkpoint's tree in shapes and dtypes, with no value in memory."""
+    return nest({rule.param: jax.ShapeDtypeStruct(rule.shape, rule.dtype or dtype) for rule in rules})

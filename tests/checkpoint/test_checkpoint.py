@@ -53,7 +53,7 @@ def test_every_family_is_filled_from_what_its_authors_library_writes(tmp_path, c
     leaves = write_parameters(
         source, family.rules, family.ignored, "auto", tmp_path / "content", tmp_path / "scratch", silent
     )
-    shapes = {rule.param: rule.leaf_shape for rule in family.rules}
+    shapes = {rule.param: rule.shape for rule in family.rules}
     assert {leaf.path: leaf.shape for leaf in leaves} == shapes
     with pytest.raises(CheckpointError, match="does not call for"):
         write_parameters(

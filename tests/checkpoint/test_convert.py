@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import types
 from pathlib import Path
 
 import msgspec
@@ -91,7 +92,9 @@ def test_a_version_that_this_jaxserve_cannot_use_does_not_count(uncaged, store, 
     assert convert(forms["folder"], store, "tiny").version == with_goldens.version
     family = convert_module.family_of(json.loads((first.folder / "config.json").read_text()))
     renamed = tuple(dataclasses.replace(rule, param=f"new.{rule.param}") for rule in family.rules)
-    monkeypatch.setattr(convert_module, "family_of", lambda _: dataclasses.replace(family, rules=renamed))
+    monkeypatch.setattr(
+        convert_module, "family_of", lambda _: types.SimpleNamespace(rules=renamed, ignored=family.ignored)
+    )
     assert convert(forms["folder"], store, "tiny").fresh
 
 

@@ -19,7 +19,7 @@ from jaxserve.checkpoint import silent
 from jaxserve.checkpoint.manifest import LeafEntry
 from jaxserve.checkpoint.parameters import DTYPE_CHOICES, write_parameters
 from jaxserve.errors import CheckpointError
-from jaxserve.models.weights import Rule
+from jaxserve.models.weights import rule
 
 
 @dataclasses.dataclass
@@ -40,9 +40,9 @@ class Arrays:
 
 
 RULES = (
-    Rule("a.kernel", "x.weight", (4, 6), (1, 0), (None, None)),
-    Rule("a.heads", "q.weight", (2, 3, 4), (2, 0, 1), (None, None, None)),
-    Rule("a.scale", "n.weight", (6,), (0,), (None,)),
+    rule("a.kernel", "x.weight", (4, 6), (None, None), order=(1, 0)),
+    rule("a.heads", "q.weight", (2, 3, 4), (None, None, None), order=(2, 0, 1)),
+    rule("a.scale", "n.weight", (6,), (None,)),
 )
 
 
@@ -98,7 +98,7 @@ def test_dtypes(write, tmp_path, dtype, own, quantised):
 
 
 def test_one_tensor_may_fill_two_leaves(write, tmp_path):
-    rules = (*RULES, Rule("b", "n.weight", (2, 3), (0, 1), (None, None)))
+    rules = (*RULES, rule("b", "n.weight", (2, 3), (None, None)))
     leaves = write(Arrays(arrays()), rules=rules)
     np.testing.assert_array_equal(stored(tmp_path, leaves[-1]).reshape(-1), arrays()["n.weight"])
 
@@ -151,7 +151,7 @@ def test_whole_numbers_are_no_weights(write, dtype):
 
 def test_too_small_a_disk_is_found_before_anything_is_written(write, tmp_path):
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (1 << 30, 1 << 20), (0, 0))
-    rules = (Rule("a", "x.weight", huge.shape, (0, 1), (None, None)),)
+    rules = (rule("a", "x.weight", huge.shape, (None, None)),)
     with pytest.raises(CheckpointError, match=r"bytes free, converting needs 9007199\d+"):
         write(Arrays({"x.weight": huge}), rules=rules)
     assert not list((tmp_path / "scratch").iterdir())
@@ -162,7 +162,7 @@ import sys, threading, time
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, sys.argv[1])
-from test_parameters import Arrays, Rule, silent, write_parameters
+from test_parameters import Arrays, rule, silent, write_parameters
 
 def anonymous():
     return [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon")][0]
@@ -175,12 +175,12 @@ class Lazy(Arrays):
         for n in range(16):
             yield str(n), np.random.default_rng(n).standard_normal((2048, 2048), np.float32)
 
-rules = [Rule(f"p{n}.kernel", str(n), (2048, 2048), (1, 0), (None, None)) for n in range(16)]
+rules = [rule(f"p{n}.kernel", str(n), (2048, 2048), (None, None), order=(1, 0)) for n in range(16)]
 root = Path(sys.argv[2])
 for name in ("warm", "content", "scratch"):
     (root / name).mkdir()
-rule = Rule("a", "x", (4,), (0,), (None,))  # once, so that what is measured holds no imports and thread pools
-write_parameters(Arrays({"x": np.ones(4, np.float32)}), [rule], (), "float32", root / "warm", root / "warm", silent)
+warm = rule("a", "x", (4,), (None,))  # once, so that what is measured holds no imports and thread pools
+write_parameters(Arrays({"x": np.ones(4, np.float32)}), [warm], (), "float32", root / "warm", root / "warm", silent)
 start = peak = anonymous()
 done = False
 def watch():

@@ -50,13 +50,13 @@ def test_another_tree_is_refused(published):
     rules = rules_of(published.folder)
     with pytest.raises(CheckpointError, match=r"has the parameter norm\.scale"):
         restore(published.folder, abstract([rule for rule in rules if rule.param != "norm.scale"], jnp.float32))
-    more = {rule.param: jax.ShapeDtypeStruct(rule.leaf_shape, jnp.float32) for rule in rules}
+    more = {rule.param: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in rules}
     with pytest.raises(CheckpointError, match=r"lacks the parameter norm\.bias"):
         restore(published.folder, nest(more | {"norm.bias": more["norm.scale"]}))
 
 
 def test_another_shape_or_kind_of_number_is_refused(published):
-    leaves = {rule.param: jax.ShapeDtypeStruct(rule.leaf_shape, jnp.float32) for rule in rules_of(published.folder)}
+    leaves = {rule.param: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in rules_of(published.folder)}
     with pytest.raises(CheckpointError, match=r"embedding has shape \(320, 64\), wanted is \(64, 320\)"):
         restore(published.folder, nest(leaves | {"embedding": jax.ShapeDtypeStruct((64, 320), jnp.float32)}))
     with pytest.raises(CheckpointError, match="embedding is float32, which does not become int8"):
@@ -95,11 +95,11 @@ from jaxserve.models.weights import nest
 
 folder = Path(sys.argv[1])
 mesh = jax.make_mesh((2, 4), ("x", "y"))
-specs = {"embedding": ("y", "x"), "layers.0.mlp.gate.kernel": ("x", "y"), "layers.1.attention.q.kernel": (None, "y")}
+specs = {"embedding": ("y", "x"), "layers.0.ffn.down.kernel": ("x", "y"), "layers.1.mixer.o.kernel": ("y",)}
 rules = family_of(json.loads((folder / "config.json").read_text())).rules
 leaves = {
     rule.param: jax.ShapeDtypeStruct(
-        rule.leaf_shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*specs.get(rule.param, ())))
+        rule.shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*specs.get(rule.param, ())))
     )
     for rule in rules
 }

@@ -7,14 +7,14 @@ import numpy as np
 
 from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.decode.step import DecodeState, Strategy
-from jaxserve.models.cache import empty_cache
+from jaxserve.models.cache import Cache
 from tests.decode.rows import sampling_rows
 
 
 def state(known: list[int]) -> DecodeState:
     tokens = np.arange(2 * 8).reshape(2, 8)
     return DecodeState(
-        cache=empty_cache(1, 2, 1, 8, 4, jnp.float32),
+        cache=Cache((), 8, 2),
         tokens=jnp.asarray(tokens, jnp.int32),
         length=jnp.asarray(known, jnp.int32) - 1,
         known=jnp.asarray(known, jnp.int32),

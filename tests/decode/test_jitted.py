@@ -10,7 +10,7 @@ from jaxserve.config import EngineConfig, Pool
 from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.engine.programs import Programs
 from jaxserve.models.family import family_of
-from jaxserve.models.weights import abstract
+from jaxserve.models.weights import abstract, params_of
 from jaxserve.plan import Program, make_plan
 from jaxserve.testing import TINY
 
@@ -21,7 +21,7 @@ def make_programs(dtype: str, length: int) -> Programs:
     engine = EngineConfig(pools=(Pool(8, length),), prefill_buckets=(32,))
     size = jnp.dtype(dtype).itemsize
     plan = make_plan(family.shape, engine, dtype=dtype, dtype_bytes=size, memory_limit=2**34)
-    params = jax.eval_shape(family.arrange, abstract(family.rules, jnp.dtype(dtype)))
+    params = params_of(abstract(family.rules, jnp.dtype(dtype)))
     return Programs(plan, family, family.graphdef(jnp.dtype(dtype)), params, Autoregressive(4))
 
 

@@ -88,9 +88,9 @@ def test_cached_greedy_is_the_whole_pass(steps):
 
 def test_the_test_above_can_fail():
     state, control = start()
-    spoilt = jax.tree.map(lambda leaf: leaf.at[1, :, 2].add(1.0), state.cache.k)
+    spoilt = jax.tree.map(lambda leaf: leaf.at[1, :, 2].add(1.0), state.cache)
     state = type(state)(
-        type(state.cache)(spoilt, state.cache.v),
+        spoilt,
         *(getattr(state, name) for name in ("tokens", "length", "known", "active", "memory")),
     )
     out, _ = decode(sampling_rows(SLOTS), 12, control=control, state=state)
@@ -215,7 +215,7 @@ def test_a_scrubbed_slot_is_empty_and_the_others_are_not():
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert not new[1].any()
         assert (old[rest] == new[rest]).all()
-    assert before.cache.k[0][1].any()
+    assert before.cache.layers[0].k[1].any()
 
 
 def chunk_of(slot: int):

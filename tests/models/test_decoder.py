@@ -11,8 +11,9 @@ import pytest
 
 from jaxserve.decode import jitted
 from jaxserve.errors import CheckpointError
-from jaxserve.models.decoder import read_config
-from jaxserve.models.family import decoder_family
+from jaxserve.models.cache import write
+from jaxserve.models.family import decoder_family, family_of
+from jaxserve.models.layers import Norm
 from tests.models import tiny_checkpoints as tiny
 
 TOLERANCE = 1e-4  # the issue's; transformers' own float32 noise is below 2e-5
@@ -36,14 +37,33 @@ def test_logits_are_those_of_transformers(case):
         assert np.abs(whole(family, params, golden["prompt"][:count]) - golden["short_logits"]).max() <= TOLERANCE
 
 
+def attention(config, **changes):
+    """With other attention in every layer; a tuple has one value for each layer."""
+    layers = []
+    for index, layer in enumerate(config.layers):
+        own = {name: value[index] if isinstance(value, tuple) else value for name, value in changes.items()}
+        layers.append(dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **own)))
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+def feed_forward(config, **changes):
+    layers = (dataclasses.replace(one, ffn=dataclasses.replace(one.ffn, **changes)) for one in config.layers)
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+def norms(config, norm):
+    layers = (dataclasses.replace(one, norm=norm) for one in config.layers)
+    return dataclasses.replace(config, layers=tuple(layers), norm=norm)
+
+
 MISTAKES = {
-    "qwen3": {"qk_norm": False},
-    "qwen2": {"qkv_bias": False},
-    "llama_bias": {"mlp_bias": False},
-    "mistral": {"windows": (23, 23)},
-    "qwen2_window": {"windows": (None, 17, 17)},
-    "llama31": {"rope": read_config(tiny.config("llama")).rope},
-    "llama": {"norm_eps": 1e-2},
+    "qwen3": lambda config: attention(config, head_norm=None),
+    "qwen2": lambda config: attention(config, bias=False),
+    "llama_bias": lambda config: feed_forward(config, bias=False),
+    "mistral": lambda config: attention(config, window=23),
+    "qwen2_window": lambda config: attention(config, window=(None, 17, 17)),
+    "llama31": lambda config: attention(config, rope=family_of(tiny.config("llama")).config.layers[0].mixer.rope),
+    "llama": lambda config: norms(config, Norm(1e-2)),
 }
 
 
@@ -51,7 +71,7 @@ MISTAKES = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_would_show(case):
     family, _ = tiny.load(case)
-    wrong = decoder_family(dataclasses.replace(family.config, **MISTAKES[case]))
+    wrong = decoder_family(MISTAKES[case](family.config))
     golden = tiny.goldens(case)
     logits = whole(wrong, tiny.params(wrong, tiny.tensors(case)), golden["prompt"])
     assert np.abs(logits - golden["logits"]).max() > 10 * TOLERANCE
@@ -69,12 +89,10 @@ def test_cached_passes_give_the_whole_pass(key_block):
     def passed(params, cache, part, start):
         from flax import nnx
 
-        from jaxserve.models.cache import write
-
         model, t = nnx.merge(model_def, params), part.shape[0]
         at = start[None]
         hidden, fresh = model(part[None], at, jnp.tril(jnp.ones((1, t, t), bool)), cache)
-        return model.logits(hidden)[0], write(cache, fresh, 0, at, jnp.ones(1, bool))
+        return model.logits(hidden)[0], write(cache, fresh, 0, at, jnp.asarray([t], jnp.int32))
 
     for sizes in ((64, 16, 8, 1, 1), (1, 1, 8, 16, 64), (8, 1, 64, 1, 16)):
         cache, start = family.empty_cache(1, 96, jnp.float32), 0
@@ -87,7 +105,9 @@ def test_cached_passes_give_the_whole_pass(key_block):
 def test_every_tensor_of_the_file_is_used():
     for case in tiny.CASES:
         family, _ = tiny.load(case)
-        assert {rule.source for rule in family.rules} | set(family.ignored) >= set(tiny.tensors(case))
+        names = set(tiny.tensors(case))
+        used = {piece.source for rule in family.rules for piece in rule.pieces(names)}
+        assert used | set(family.ignored) >= names
         assert len({rule.param for rule in family.rules}) == len(family.rules)
 
 
@@ -102,4 +122,4 @@ def test_every_tensor_of_the_file_is_used():
 def test_a_wrong_configuration_is_named(change, named):
     config = {key: value for key, value in (tiny.config("llama") | change).items() if value is not None}
     with pytest.raises(CheckpointError, match=named):
-        read_config(config)
+        family_of(config)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.family import family_of
-from jaxserve.models.weights import abstract
+from jaxserve.models.weights import abstract, params_of
 from jaxserve.testing import TINY
 
 
@@ -17,7 +17,7 @@ def test_the_module_and_the_rules_agree():
     family = family_of(TINY)
     module = nnx.eval_shape(lambda: family.build(jnp.float32, nnx.Rngs(0)))
     leaves = nnx.to_pure_dict(nnx.split(module)[1])
-    ours = jax.eval_shape(family.arrange, abstract(family.rules, jnp.float32))
+    ours = params_of(abstract(family.rules, jnp.float32))
     assert jax.tree.structure(leaves) == jax.tree.structure(ours)
     assert jax.tree.map(lambda leaf: leaf.shape, leaves) == jax.tree.map(lambda leaf: leaf.shape, ours)
 
@@ -25,7 +25,7 @@ def test_the_module_and_the_rules_agree():
 def test_the_shape_counts_every_weight():
     family = family_of(TINY)
     assert family.shape.parameters == sum(leaf.size for leaf in jax.tree.leaves(abstract(family.rules, jnp.float32)))
-    assert family.shape.cache_per_position == 2 * 2 * 2 * 8
+    assert [layer.per_position for layer in family.shape.cache] == [2 * 2 * 8] * 2
 
 
 @pytest.mark.parametrize("name", [None, 7, "", "family", "layers", "../llama", "os", "nobody", "LLAMA", "llama.x"])

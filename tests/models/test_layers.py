@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 
 from jaxserve.models import layers
-from jaxserve.models.layers import GatedMLP, Linear, RMSNorm
+from jaxserve.models.feed_forward import MLPConfig
+from jaxserve.models.layers import Linear, Norm, RMSNorm
 
 
 def array(*shape: int, seed: int = 0) -> np.ndarray:
@@ -22,7 +23,7 @@ def test_linear_contracts_the_axes_it_names():
 
 
 def test_rms_norm_casts_before_it_scales():
-    norm = RMSNorm(64, eps=1e-5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    norm = RMSNorm(64, Norm(1e-5), dtype=jnp.bfloat16)
     norm.scale[...] = jnp.full(64, 1.01, jnp.bfloat16)
     x = jnp.asarray(array(1, 1, 64), jnp.bfloat16)
     wide = np.asarray(x, np.float32)
@@ -32,8 +33,17 @@ def test_rms_norm_casts_before_it_scales():
     assert (np.asarray(rounded) != np.asarray(jnp.asarray(normal * 1.0078125, jnp.bfloat16))).any()  # the other order
 
 
+def test_a_wide_norm_scales_before_it_casts_and_adds_its_offset():
+    x, scale = jnp.asarray(array(1, 1, 64), jnp.bfloat16), jnp.full(64, 0.01, jnp.bfloat16)
+    wide = np.asarray(x, np.float32)
+    normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
+    expected = jnp.asarray(normal * (1 + np.float32(scale[0])), jnp.bfloat16)
+    np.testing.assert_array_equal(Norm(1e-5, offset=1.0, wide=True)(x, scale), expected)
+    assert float(RMSNorm(4, Norm(1e-5, offset=1.0, wide=True), dtype=jnp.float32).scale[...].sum()) == 0
+
+
 def test_gated_mlp():
-    mlp = GatedMLP(6, 8, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(3))
+    mlp = MLPConfig(8).build(6, dtype=jnp.float32, rngs=nnx.Rngs(3))
     x = array(1, 2, 6)
     (gate, up), down = (np.asarray(part.kernel[...]) for part in (mlp.gate_up, mlp.down))
     hidden = (x @ gate.T) / (1 + np.exp(-(x @ gate.T))) * (x @ up.T)

@@ -5,8 +5,8 @@ from jaxserve.testing import TINY
 
 
 def test_biases_on_queries_keys_and_values_only():
-    config = family(TINY).config
-    assert (config.qkv_bias, config.output_bias) == (True, False)
+    mixer = family(TINY).config.layers[0].mixer
+    assert (mixer.bias, mixer.output_bias) == (True, False)
 
 
 def test_a_window_counts_only_when_switched_on():

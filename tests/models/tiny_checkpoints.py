@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxserve.models.family import Family, family_of
-from jaxserve.models.weights import nest
+from jaxserve.models.weights import nest, params_of
 
 FOLDER = Path(__file__).parents[1] / "reference" / "tiny"
 CASES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
@@ -31,7 +31,7 @@ def tensors(case: str) -> dict[str, np.ndarray]:
 
 
 def params(family: Family, weights: dict[str, np.ndarray]) -> dict[Any, Any]:
-    return family.arrange(nest({rule.param: jnp.asarray(rule.apply(weights[rule.source])) for rule in family.rules}))
+    return params_of(nest({rule.param: jnp.asarray(rule.make(weights, np.float32)) for rule in family.rules}))
 
 
 def load(case: str) -> tuple[Family, dict[Any, Any]]:

@@ -26,9 +26,9 @@ def write_source(folder: Path, seed: int = 0) -> Path:
     config = TINY | {"vocab_size": 400, "eos_token_id": 2, "architectures": ["LlamaForCausalLM"]}
     random = np.random.default_rng(seed)
     tensors = {}
-    for rule in family_of(config).rules:
-        draw = random.normal(size=rule.shape).astype(np.float32)
-        tensors[rule.source] = 1 + 0.1 * draw if "norm" in rule.source else 0.4 * draw
+    for piece in (piece for rule in family_of(config).rules for piece in rule.ways[0]):
+        draw = random.normal(size=piece.shape).astype(np.float32)
+        tensors[piece.source] = 1 + 0.1 * draw if "norm" in piece.source else 0.4 * draw
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "temperature": 0.8, "top_k": 50}))

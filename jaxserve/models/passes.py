@@ -1,0 +1,70 @@
+"""What all layers of one forward pass have in common: positions, what sees what, and the cached rows.
+
+Lives while a program is traced and no longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.models.cache import Cache
+from jaxserve.models.rope import Rope
+
+
+class Pass:
+    """One pass over ``b`` rows of ``t`` tokens.
+
+    Attributes:
+        start: positions that stand before each row.
+        mask: what each position of the block sees of the block.
+        row: cache row of the first token row.
+        span: the longest start that matters.
+        real: tokens whose output matters; ``None`` is all.
+        positions: of each token.
+        length: positions that a row may have, cached and new.
+        key_block: cached positions that attention reads at a time.
+        side: what the model computes once and every layer may use.
+    """
+
+    def __init__(
+        self,
+        start: Int[Array, " b"],
+        mask: Bool[Array, "b t t"],
+        cache: Cache | None,
+        row: Int[Array, ""] | int,
+        span: Int[Array, ""] | None,
+        real: Bool[Array, "b t"] | None,
+        key_block: int,
+    ) -> None:
+        self.start, self.mask, self.row, self.real = start, mask, row, real
+        self.span = jnp.max(start) if span is None else span
+        self.positions = start[:, None] + jnp.arange(mask.shape[1])
+        self.length = mask.shape[1] if cache is None else cache.length
+        self.key_block = min(key_block, self.length)
+        self.side: Any = None
+        self._cache = cache
+        self._rotations: dict[tuple[Rope, Any], tuple[Array, Array]] = {}
+        self._kept: dict[int, tuple[Array, Array]] = {}
+
+    def rotation(self, rope: Rope, dtype: DTypeLike) -> tuple[Float[Array, "b t r"], Float[Array, "b t r"]]:
+        """Cosine and sine for all tokens."""
+        key = (rope, jnp.dtype(dtype))
+        if key not in self._rotations:
+            self._rotations[key] = rope.table(self.positions, self.length, jnp.dtype(dtype))
+        return self._rotations[key]
+
+    def cached(self, layer: int) -> Any:
+        """What a layer has kept of earlier passes; ``None`` in the whole-sequence pass."""
+        return None if self._cache is None else self._cache.layers[layer]
+
+    def keep(self, layer: int, keys_and_values: tuple[Array, Array]) -> None:
+        """Remembers a layer's new keys and values, for itself and for later layers that share them."""
+        self._kept[layer] = keys_and_values
+
+    def entries(self, layer: int) -> tuple[Array, Array, Any]:
+        """New keys and values of this or an earlier layer, and what it has kept."""
+        return (*self._kept[layer], self.cached(layer))
