@@ -34,15 +34,18 @@ class Family:
     Attributes:
         config: shapes and switches.
         ignored: prefixes of source tensors that carry no weight of this model.
+        nested: it is the text model of one with other senses, whose files may name its tensors otherwise.
     """
 
     config: DecoderConfig
     ignored: tuple[str, ...] = ()
+    nested: bool = False
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """Every weight and where it comes from."""
-        return self.config.rules()
+        rules = self.config.rules()
+        return tuple(one.also_named(_behind_model, _before_model) for one in rules) if self.nested else rules
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -69,6 +72,38 @@ def decoder_family(config: DecoderConfig, ignored: tuple[str, ...] = ()) -> Fami
     tied = ("lm_head.weight",) if config.tied else ()
     buffers = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(len(config.layers)))
     return Family(config, ignored + tied + buffers)
+
+
+def nested_family(hf: Mapping[str, Any], model_type: str, ignored: tuple[str, ...]) -> Family:
+    """The text model of one that has other senses, too: ``text_config`` describes it.
+
+    Args:
+        model_type: of the text model, where ``text_config`` does not say.
+        ignored: prefixes of the other senses' tensors.
+
+    Raises:
+        CheckpointError: there is no such text model.
+    """
+    text = {"model_type": model_type} | hf["text_config"]
+    if text["model_type"] != model_type:
+        raise CheckpointError(
+            f"text_config: model_type {text['model_type']!r} is not supported here", param="text_config"
+        )
+    # Which file says that the head repeats the embedding differs; where both do, the outer one is obeyed.
+    if hf.get("tie_word_embeddings") is not None:
+        text["tie_word_embeddings"] = hf["tie_word_embeddings"]
+    own = family_of(text)
+    known = (*own.ignored, *map(_behind_model, own.ignored), *map(_before_model, own.ignored))
+    return Family(own.config, known + ignored, nested=True)
+
+
+def _behind_model(source: str) -> str:
+    return source.replace("model.", "model.language_model.", 1) if source.startswith("model.") else source
+
+
+def _before_model(source: str) -> str:
+    """As files of 2025 have it."""
+    return f"language_model.{source}"
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -80,6 +80,15 @@ class Rule:
     axes: tuple[str | None, ...]
     ways: tuple[tuple[Piece, ...], ...]
     dtype: str | None = None
+
+    def also_named(self, *others: Callable[[str], str]) -> Rule:
+        """The same leaf of files that may also name every tensor otherwise."""
+        renamed = (
+            tuple(dataclasses.replace(piece, source=other(piece.source)) for piece in way)
+            for other in others
+            for way in self.ways
+        )
+        return dataclasses.replace(self, ways=(*self.ways, *renamed))
 
     def pieces(self, names: Container[str]) -> tuple[Piece, ...]:
         """The way in which a file with these tensors holds it; the first one if it lacks something of each."""
