@@ -1,4 +1,4 @@
-"""From logical axes to a mesh of devices: the only place that writes partition specs."""
+"""From logical axes to a mesh of devices: the only place that writes partition specs. ``axes`` says what is split."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Logical axes that are split, and the mesh axis that splits them; every other axis is whole on each device.
-RULES = {"heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor", "experts": "expert"}
+from jaxserve.axes import MeshShape, split
 
 
 def make_mesh(expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -28,11 +27,21 @@ def axis_size(name: str) -> int:
     return 1 if mesh.empty else dict(mesh.shape).get(name, 1)
 
 
+def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: MeshShape | None = None) -> PartitionSpec:
+    """How an array with these logical axes is split, by default over the mesh under which a program is being traced.
+
+    An axis that the mesh does not divide stays whole.
+    """
+    mesh = MeshShape(axis_size("expert"), axis_size("tensor")) if mesh is None else mesh
+    names = (choice[0] if len(choice) == 1 else choice or None for choice in split(axes, shape, mesh))
+    return PartitionSpec(*names)
+
+
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """Where an array with these logical axes lies; an axis that the mesh does not divide stays whole."""
+    """Where an array with these logical axes lies."""
+    return NamedSharding(mesh, spec(axes, shape, MeshShape(**mesh.shape)))
 
-    def mesh_axis(axis: str | None, size: int) -> str | None:
-        name = RULES.get(axis or "")
-        return name if name is not None and size % mesh.shape[name] == 0 else None
 
-    return NamedSharding(mesh, PartitionSpec(*map(mesh_axis, axes, shape)))
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on each device."""
+    return NamedSharding(mesh, PartitionSpec())

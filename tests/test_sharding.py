@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from jaxserve.sharding import RULES, make_mesh, sharding
+from jaxserve.sharding import make_mesh, sharding
 
 PROGRAM = """
 import json
@@ -53,5 +53,4 @@ def test_axes_that_do_not_divide_stay_whole():
     mesh = make_mesh()
     assert sharding(mesh, ("model", "heads", None), (8, 3, 4)).is_fully_replicated
     assert mesh.shape == {"expert": 1, "tensor": 1}
-    assert set(RULES.values()) <= set(mesh.axis_names)
     assert len(jax.devices()) >= 1
