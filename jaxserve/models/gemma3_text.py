@@ -76,8 +76,8 @@ def family(hf: Mapping[str, Any]) -> Family:
 
 
 def with_defaults(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, with the class's own where the file does not say."""
-    return {**defaults, **{name: value for name, value in hf.items() if value is not None}}
+    """The fields, with the class's own where the file is silent; ``null`` is no silence."""
+    return {**defaults, **hf}
 
 
 def kinds_of(hf: Mapping[str, Any]) -> tuple[str, ...]:
@@ -111,5 +111,5 @@ def rope_of(hf: Mapping[str, Any], kind: str, theta: float, head_size: int, defa
 
 def _theta(hf: Mapping[str, Any], kind: str) -> float:
     if kind == FULL:
-        return float(hf.get("rope_theta", 1_000_000.0))
-    return float(hf.get("rope_local_base_freq", 10_000.0))
+        return float(hf.get("rope_theta") or 1_000_000.0)
+    return float(hf.get("rope_local_base_freq") or 10_000.0)

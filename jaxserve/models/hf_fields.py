@@ -41,6 +41,8 @@ _LARGEST = {
     "num_local_experts": 1 << 14,
     "n_routed_experts": 1 << 14,
     "num_experts_per_tok": 1 << 10,
+    "top_k_experts": 1 << 10,
+    "vocab_size_per_layer_input": 1 << 24,
     "max_position_embeddings": 1 << 30,
     "sliding_window": 1 << 30,
     "linear_conv_kernel_dim": 1 << 8,
@@ -57,6 +59,7 @@ _MAY_BE_NULL = frozenset(
         "num_local_experts",
         "n_routed_experts",
         "num_experts_per_tok",
+        "top_k_experts",
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
     }
