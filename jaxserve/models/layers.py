@@ -118,6 +118,20 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+def _clamped(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
+    """gpt-oss's own: both inputs are bounded, up is shifted by one, and the gate's sigmoid is steeper (model card)."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+# Of gate and up (Shazeer 2020).
+GLUS: dict[str, Callable[[Array, Array], Array]] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "clamped": _clamped,
+}
 _HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
