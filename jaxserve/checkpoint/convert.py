@@ -155,7 +155,7 @@ def _convert_in_cage(arguments: dict[str, Any], progress: Progress) -> dict[str,
     source = GGUFFile(path) if path.suffix.lower() == _GGUF_SUFFIX else SafetensorsFolder(path)
     config = source.hf_config()
     family = family_of(config)
-    side = write_side_files(source, config, content, scratch)
+    side = write_side_files(source, config, family.shape.vocab_size, content, scratch)
     tree = write_parameters(source, family.rules, family.ignored, arguments["dtype"], content, scratch, progress)
     result: dict[str, Any] = msgspec.to_builtins(_Result(tree, side))
     return result

@@ -43,12 +43,16 @@ class SideFiles(msgspec.Struct, frozen=True):
 
 
 def write_side_files(
-    source: GGUFFile | SafetensorsFolder, config: Mapping[str, Any], content: Path, scratch: Path
+    source: GGUFFile | SafetensorsFolder, config: Mapping[str, Any], rows: int, content: Path, scratch: Path
 ) -> SideFiles:
     """Writes ``config.json`` and everything beside the weights into ``content``.
 
+    Args:
+        config: the fields of ``config.json``.
+        rows: of the model's embedding: tokens that it has none for are left out.
+
     Raises:
-        CheckpointError: the tokenizer is missing, broken or larger than the model's vocabulary, or a file is malformed.
+        CheckpointError: the tokenizer is missing, broken or another model's, or a file is malformed.
     """
     _write_json(content / CONFIG, {key: value for key, value in config.items() if key not in _FOREIGN_FIELDS})
     if isinstance(source, GGUFFile):
@@ -62,7 +66,7 @@ def write_side_files(
         generation = _side_json(source, GENERATION_CONFIG)
         licence = None
         _copy_licences(source, content)
-    _check_tokenizer(tokenizer, config)
+    tokenizer = _fitting(tokenizer, rows, template)
     tokenizer.save(content / TOKENIZER)
     generation = {key: value for key, value in generation.items() if value is not None}
     if generation:
@@ -99,15 +103,22 @@ def _load_tokenizer(source: SafetensorsFolder, scratch: Path) -> Tokenizer:
     return Tokenizer.load(copies)
 
 
-def _check_tokenizer(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    rows = config.get("vocab_size")
-    if not isinstance(rows, int) or tokenizer.vocab_size > rows:
+def _fitting(tokenizer: Tokenizer, rows: int, template: object) -> Tokenizer:
+    """The tokenizer without what the model has no embedding for, if it does without."""
+    try:
+        fitting = tokenizer.within(rows)
+    except CheckpointError as error:
         raise CheckpointError(
-            f"The tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {rows!r} rows: they do not match."
-        )
-    ids = tokenizer.encode(_PROBE)
-    if not ids or max(ids) >= tokenizer.vocab_size or not tokenizer.decode(ids):
+            f"The tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {rows} rows: they do not match "
+            f"({error.message})."
+        ) from error
+    lost = [spelling for spelling, token in tokenizer.controls.items() if token >= rows]
+    if isinstance(template, str) and (used := next((spelling for spelling in lost if spelling in template), None)):
+        raise CheckpointError(f"The chat template writes {used!r}, for which the model's embedding has no row.")
+    ids = fitting.encode(_PROBE)
+    if not ids or max(ids) >= fitting.vocab_size or not fitting.decode(ids):
         raise CheckpointError("The tokenizer cannot encode and decode a plain sentence.")
+    return fitting
 
 
 def _folder_template(source: SafetensorsFolder) -> object:

@@ -39,6 +39,14 @@ class Backend(Protocol):
     def encode(self, parts: Sequence[str | int]) -> list[int]:
         """Tokens of plain stretches (no control token is recognised in them) with the given ids between them."""
 
+    def cut(self, size: int) -> Backend:
+        """The same without the tokens from id ``size`` on: text that spells them becomes others.
+
+        Raises:
+            CheckpointError: one of them is more than a word matched by its spelling, so that texts would not read the
+                same.
+        """
+
     def normalize(self, text: str) -> str:
         """``text`` as the vocabulary's surfaces cover it."""
 

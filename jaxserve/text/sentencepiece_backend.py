@@ -39,6 +39,7 @@ class SentencePieceBackend:
             space_after_control: the dummy space also goes before text that follows a control token ("legacy").
             source: names the file in errors.
         """
+        self._source = source
         proto = _parse(data, source)
         flags = {token.token: token for token in extra}
         _declare(proto, flags, source)
@@ -72,6 +73,20 @@ class SentencePieceBackend:
                 processor = self._first if index == 0 else self._later
                 ids.extend(processor.Encode(part, out_type=int))
         return ids
+
+    def cut(self, size: int) -> SentencePieceBackend:
+        """See ``Backend.cut``."""
+        for index, piece in enumerate(self._proto.pieces[size:], size):
+            if piece.type not in (CONTROL, USER_DEFINED, UNUSED):
+                raise CheckpointError(f"{self._source}: token {index} ({piece.piece[:40]!r}) is part of ordinary text")
+        shorter = _new_proto()
+        shorter.CopyFrom(self._proto)
+        del shorter.pieces[size:]
+        shorter.trainer_spec.vocab_size = size
+        kept = [token for token in self.added if token.token < size]
+        return SentencePieceBackend(
+            shorter.SerializeToString(), kept, space_after_control=self._space_after_control, source=self._source
+        )
 
     def normalize(self, text: str) -> str:
         """See ``Backend.normalize``."""

@@ -67,6 +67,18 @@ class Tokenizer:
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from error
 
+    def within(self, rows: int) -> Tokenizer:
+        """The tokenizer of a model whose embedding has so many ``rows``: no id beyond them is ever given.
+
+        A vocabulary may end in added words for which a model has no row, such as placeholders of images. Text that
+        spells one of them is text.
+
+        Raises:
+            CheckpointError: a token of ordinary text or one with a role is beyond them: that is another model's
+                vocabulary.
+        """
+        return self if self.vocab_size <= rows else Tokenizer(self._backend.cut(rows), self._special)
+
     def save(self, folder: Path) -> None:
         """Writes the files that ``load`` reads; the folder is made if it is not there."""
         write_folder(Path(folder), self._backend, self._special)

@@ -43,6 +43,7 @@ class TokenizersBackend:
         ``extra`` are tokens that other files of the same folder declare; ``source`` names the file in errors. Raises
         CheckpointError for anything that is no tokenizer or that decodes in a way not known here.
         """
+        self._source = source
         definition = _parse(text, source)
         try:
             self._read(definition, text if not _declare(definition, extra) else json.dumps(definition), source)
@@ -87,6 +88,21 @@ class TokenizersBackend:
         following = iter(controls)
         return [next(following) if token == self._stand_in_id else token for token in ids]
 
+    def cut(self, size: int) -> TokenizersBackend:
+        """See ``Backend.cut``."""
+        definition = self._definition()
+        added = {entry["content"] for entry in definition["added_tokens"] if entry["id"] >= size}
+        for token, spelling in enumerate(self.spellings[size:], size):
+            if spelling and spelling not in added:
+                raise CheckpointError(f"{self._source}: token {token} ({spelling[:40]!r}) is part of ordinary text")
+        definition["added_tokens"] = [entry for entry in definition["added_tokens"] if entry["id"] < size]
+        vocabulary = definition["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            definition["model"]["vocab"] = {word: token for word, token in vocabulary.items() if token < size}
+        else:
+            del vocabulary[size:]
+        return TokenizersBackend(json.dumps(definition), source=self._source)
+
     def normalize(self, text: str) -> str:
         """See ``Backend.normalize``."""
         normalizer = self._tokenizer.normalizer
@@ -97,12 +113,15 @@ class TokenizersBackend:
 
     def save(self, folder: Path) -> dict[str, object]:
         """See ``Backend.save``."""
-        definition = json.loads(self._tokenizer.to_str())
+        (folder / FILE).write_text(json.dumps(self._definition(), ensure_ascii=False), encoding="utf-8")
+        return {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+    def _definition(self) -> dict[str, Any]:
+        definition: dict[str, Any] = json.loads(self._tokenizer.to_str())
         definition["added_tokens"] = [
             entry for entry in definition["added_tokens"] if entry["content"] != self._stand_in
         ]
-        (folder / FILE).write_text(json.dumps(definition, ensure_ascii=False), encoding="utf-8")
-        return {"tokenizer_class": "PreTrainedTokenizerFast"}
+        return definition
 
     def _added_token(self, entry: Mapping[str, Any], source: str) -> AddedToken:
         token = self._tokenizer.token_to_id(entry["content"])

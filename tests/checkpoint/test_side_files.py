@@ -22,7 +22,11 @@ def write(tmp_path):
         for name in ("content", "scratch"):
             (tmp_path / name).mkdir()
         return tmp_path / "content", write_side_files(
-            source, source.hf_config(), tmp_path / "content", tmp_path / "scratch"
+            source,
+            source.hf_config(),
+            source.hf_config()["vocab_size"],
+            tmp_path / "content",
+            tmp_path / "scratch",
         )
 
     return write
@@ -83,6 +87,31 @@ def test_code_and_paths_stay_out_of_the_configuration(write, folder):
 def test_a_tokenizer_larger_than_the_embedding_is_refused(write, folder):
     change(folder, "config.json", vocab_size=200)
     with pytest.raises(CheckpointError, match=r"The tokenizer has \d+ tokens, the model's embedding 200 rows"):
+        write(SafetensorsFolder(folder))
+
+
+def test_tokens_without_an_embedding_are_left_out(write, folder):
+    """A text model's vocabulary may end in words for what it cannot see."""
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    rows = len(definition["model"]["vocab"])
+    image = {"id": rows, "content": "<image>", "special": True, "normalized": False}
+    image |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    (folder / "tokenizer.json").write_text(json.dumps(definition | {"added_tokens": [image]}))
+    change(folder, "config.json", vocab_size=rows)
+    assert Tokenizer.load(folder).encode("<image>", parse_special=True) == [rows]
+    content, _ = write(SafetensorsFolder(folder))
+    written = Tokenizer.load(content / "tokenizer")
+    assert written.vocab_size == rows
+    assert max(written.encode("<image>", parse_special=True)) < rows
+
+
+def test_a_template_that_writes_a_token_without_an_embedding_is_refused(write, folder):
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    rows = len(definition["model"]["vocab"])
+    change(folder, "tokenizer_config.json", added_tokens_decoder={str(rows): {"content": "<turn>", "special": True}})
+    change(folder, "config.json", vocab_size=rows)
+    (folder / "chat_template.jinja").write_text("<turn>{{ messages }}")
+    with pytest.raises(CheckpointError, match="template writes '<turn>'"):
         write(SafetensorsFolder(folder))
 
 

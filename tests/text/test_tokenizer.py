@@ -243,6 +243,50 @@ def test_a_special_token_outside_the_vocabulary_is_refused(wrong):
         Tokenizer(backend, dataclasses.replace(special, **wrong))
 
 
+def declared(tokenizer: Tokenizer, folder, *words: str) -> Tokenizer:
+    """With control tokens behind its vocabulary, whichever library reads it."""
+    tokenizer.save(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["added_tokens_decoder"] = {
+        str(tokenizer.vocab_size + index): {"content": word, "special": True} for index, word in enumerate(words)
+    }
+    path.write_text(json.dumps(config))
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("name", ["bpe", "sp"])
+def test_tokens_without_an_embedding_are_never_given(request, name, tmp_path, texts):
+    plain = request.getfixturevalue(name)
+    rows = plain.vocab_size
+    longer = declared(plain, tmp_path / "longer", "<image>", "<sound>")
+    text = "see <image> and <sound>"
+    assert {rows, rows + 1} <= set(longer.encode(text, parse_special=True))
+    fitting = longer.within(rows)
+    assert fitting.vocab_size == rows
+    assert fitting.controls == plain.controls
+    assert fitting.encode(text, parse_special=True) == plain.encode(text, parse_special=True)
+    assert fitting.decode(fitting.encode(text, parse_special=True)) == text
+    for text in texts[:300]:
+        assert fitting.encode(text, parse_special=True) == plain.encode(text, parse_special=True)
+    fitting.save(tmp_path / "again")
+    assert Tokenizer.load(tmp_path / "again").info() == fitting.info() == plain.info()
+    one_more = longer.within(rows + 1)
+    assert set(one_more.encode("<image><sound>", parse_special=True)) & {rows, rows + 1} == {rows}
+
+
+@pytest.mark.parametrize("name", ["bpe", "sp"])
+def test_a_vocabulary_of_another_model_is_not_cut(request, name, tmp_path):
+    plain = request.getfixturevalue(name)
+    assert plain.within(plain.vocab_size) is plain
+    with pytest.raises(CheckpointError, match="ordinary text"):
+        plain.within(plain.vocab_size - 1)
+    longer = declared(plain, tmp_path / "longer", "<|eot_id|>")
+    assert plain.vocab_size in longer.eos_ids
+    with pytest.raises(CheckpointError, match="outside the vocabulary"):
+        longer.within(plain.vocab_size)
+
+
 def test_an_unknown_token_that_is_unknown_itself_is_refused(tmp_path):
     folder = tmp_path / "broken"
     shutil.copytree(REFERENCE / "tiny_bpe", folder)
