@@ -21,6 +21,7 @@ SPLITS: dict[str, tuple[Choice, ...]] = {
     "kv_heads": ALL,
     "ffn": ALL,
     "vocab": ALL,
+    "tokens": (("expert",),),  # where each is sent to the devices of its experts
 }
 # Inside an expert the feed-forward axis belongs to the tensor axis alone, whatever the experts themselves do: the
 # routed product relies on it.

@@ -1,0 +1,331 @@
+"""The routed product: each token through the few experts that its router chose, weighted and summed.
+
+Knows how tokens and experts are brought together: on one device in blocks or in grouped products, and over a mesh.
+It does not know who chose (``moe``), nor how packed kernels are unpacked (``quant``).
+
+A token's result does not depend on the other tokens of the batch, bit for bit: every block has the same number of
+rows, and a token's experts are summed in the order of its own choice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.axes import MeshShape, split
+from jaxserve.models.layers import product
+from jaxserve.pytree import pytree
+from jaxserve.sharding import axis_size, spec
+
+Activation = Callable[[Array, Array], Array]
+
+# From so many tokens on, each is sent to the devices of its experts only; fewer go to all devices.
+EXCHANGED_TOKENS = 256
+# Places on a device for another's tokens, over the number of tokens that comes on average.
+SPARE = 1.25
+# Rows of a block. Two at least: XLA:CPU is slow at products with a single row.
+FEWEST_ROWS, MOST_ROWS = 2, 128
+
+_KERNEL_AXES = ("experts", None, "ffn")
+_BIAS_AXES = ("experts",)
+_OUT_IN = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
+
+
+class Packed(Protocol):
+    """Kernels of all experts in fewer bits; a pytree whose leaves begin with the axes of the plain kernels."""
+
+    def dense(self, index: Int[Array, ""], dtype: DTypeLike) -> Array:
+        """The kernel of one expert, ``[2, f, d]`` or ``[d, f]``."""
+
+
+@pytree
+class ExpertWeights:
+    """What a layer's experts hold: ``[e, 2, f, d]`` for gate and up, ``[e, d, f]`` for down, and biases."""
+
+    gate_up: Any
+    down: Any
+    gate_up_bias: Float[Array, "e 2 f"] | None = None
+    down_bias: Float[Array, "e d"] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many experts."""
+        return int(jax.tree.leaves(self.gate_up)[0].shape[0])
+
+
+@pytree
+class _Groups:
+    """Pairs of a token and one of its experts, sorted by expert.
+
+    Attributes:
+        pairs: number ``token * c + choice`` of each, those of no expert last.
+        places: where each token's choices stand among them.
+        ends: where each expert's end.
+    """
+
+    pairs: Int[Array, " p"]
+    places: Int[Array, "m c"]
+    ends: Int[Array, " e"]
+
+
+def routed(
+    x: Float[Array, "m d"],
+    chosen: Int[Array, "m c"],
+    weights: Float[Array, "m c"],
+    experts: ExpertWeights,
+    activation: Activation,
+    real: Bool[Array, " m"] | None = None,
+    *,
+    exchange: bool | None = None,
+) -> Float[Array, "m d"]:
+    """``sum_j weights_j * down_j(activation(gate_j(x), up_j(x)))`` over each token's experts.
+
+    Everything behind the first product is summed in float32. Under a mesh (``jax.set_mesh``) each device computes with
+    its own experts, and its own part of their feed-forward axis, only.
+
+    Args:
+        x: tokens.
+        chosen: experts of each, all different.
+        weights: of each, in float32.
+        activation: of gate and up.
+        real: tokens that matter, by default all; the others go to no expert and give zeros.
+        exchange: over a mesh, send tokens to the devices of their experts instead of to all; by default where there
+            are many. The results are the same but for the order of sums.
+    """
+    if real is not None:
+        chosen = jnp.where(real[:, None], chosen, experts.count)
+    if axis_size("expert") * axis_size("tensor") == 1:
+        return _together(x, chosen, weights, experts, activation, experts.count).astype(x.dtype)
+    return _over_mesh(x, chosen, weights, experts, activation, exchange)
+
+
+# --- on one device ----------------------------------------------------------------------------------------------------
+
+
+def expert_kernel(kernels: Any, index: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "..."]:
+    """The kernel of one expert."""
+    if isinstance(kernels, jax.Array):
+        return jax.lax.dynamic_index_in_dim(kernels, index, keepdims=False)
+    dense: Array = kernels.dense(index, dtype)
+    return dense
+
+
+def block_rows(tokens: int, chosen: int, experts: int) -> int:
+    """Rows of a block: as many as an expert's tokens need, mostly.
+
+    A pass over a block reads the whole expert, so a second block of the same expert reads it again; rows that stand
+    for nobody cost products. It depends on shapes alone, never on what was chosen.
+    """
+    mean = tokens * chosen / experts
+    rows = 1 << math.ceil(math.log2(max(2 * mean, 1)))
+    return max(min(rows, MOST_ROWS, tokens), FEWEST_ROWS)
+
+
+def _together(
+    x: Float[Array, "m d"],
+    chosen: Int[Array, "m c"],
+    weights: Float[Array, "m c"],
+    experts: ExpertWeights,
+    activation: Activation,
+    of: int,
+) -> Float[Array, "m d"]:
+    """All of it in float32, in the form that each platform is fast at; ``of`` experts are there on all devices."""
+    groups = _sort(chosen, experts.count)
+    blocks = functools.partial(_in_blocks, activation=activation, rows=block_rows(*chosen.shape, of))
+    if isinstance(experts.gate_up, jax.Array):
+        grouped = functools.partial(_grouped, activation=activation)
+        y = jax.lax.platform_dependent(x, groups, experts, cpu=blocks, default=grouped)
+    else:
+        y = blocks(x, groups, experts)  # unpacked one by one: all at once would need the memory that packing saves
+    total = jnp.zeros(x.shape, jnp.float32)
+    for choice in range(chosen.shape[1]):
+        part = weights[:, choice, None] * y[groups.places[:, choice]]
+        total = total + jnp.where((chosen[:, choice] < experts.count)[:, None], part, 0)
+    return total
+
+
+def _sort(chosen: Int[Array, "m c"], experts: int) -> _Groups:
+    """One sort of one array of unique numbers, and look-ups in it: XLA:CPU scatters one element at a time."""
+    count = chosen.size
+    keys = chosen.reshape(-1) * count + jnp.arange(count, dtype=chosen.dtype)
+    ordered = jnp.sort(keys)
+    find = functools.partial(jnp.searchsorted, ordered, method="scan_unrolled")
+    ends = find((jnp.arange(experts, dtype=keys.dtype) + 1) * count)
+    return _Groups(ordered % count, find(keys).reshape(chosen.shape), ends)
+
+
+def _in_blocks(
+    x: Float[Array, "m d"], groups: _Groups, experts: ExpertWeights, *, activation: Activation, rows: int
+) -> Float[Array, "r d"]:
+    """Results of the sorted pairs, block by block: only experts that somebody chose are read.
+
+    A block's last rows may belong to the next expert's tokens; the next block writes those anew.
+    """
+    sizes = jnp.diff(groups.ends, prepend=0)
+    last = jnp.cumsum(-(-sizes // rows))
+    choices = groups.places.shape[1]
+    pairs = jnp.pad(groups.pairs, (0, rows))
+
+    def compute(index: Int[Array, ""], out: Float[Array, "r d"]) -> Float[Array, "r d"]:
+        expert = jnp.sum(last <= index)
+        # Counted from the expert's last block, which ends where its tokens do, in whole blocks.
+        before = jnp.where(expert > 0, last[expert - 1], 0)
+        at = groups.ends[expert] - sizes[expert] + (index - before) * rows
+        tokens = jax.lax.dynamic_slice_in_dim(pairs, at, rows) // choices
+        return jax.lax.dynamic_update_slice_in_dim(out, _expert(x[tokens], experts, expert, activation), at, axis=0)
+
+    out = jnp.zeros((len(groups.pairs) + rows, x.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, last[-1], compute, out)
+
+
+def _expert(
+    x: Float[Array, "r d"], experts: ExpertWeights, index: Int[Array, ""], activation: Activation
+) -> Float[Array, "r d"]:
+    gate_up = expert_kernel(experts.gate_up, index, x.dtype)
+    both = product(x, gate_up.reshape(-1, x.shape[1]), jnp.float32).reshape(len(x), 2, -1)
+    if experts.gate_up_bias is not None:
+        both = both + experts.gate_up_bias[index]
+    inner = activation(both[:, 0], both[:, 1]).astype(x.dtype)
+    y = product(inner, expert_kernel(experts.down, index, x.dtype), jnp.float32)
+    return y if experts.down_bias is None else y + experts.down_bias[index]
+
+
+def _grouped(
+    x: Float[Array, "m d"], groups: _Groups, experts: ExpertWeights, *, activation: Activation
+) -> Float[Array, "p d"]:
+    """The same by the compiler's own grouped products."""
+    sizes = jnp.diff(groups.ends, prepend=0)
+    expert = jnp.searchsorted(groups.ends, jnp.arange(len(groups.pairs)), side="right", method="scan_unrolled")
+
+    def grouped(rows: Float[Array, "p k"], kernels: Float[Array, "e n k"]) -> Float[Array, "p n"]:
+        return jax.lax.ragged_dot_general(rows, kernels, sizes, _OUT_IN, preferred_element_type=jnp.float32)
+
+    tokens = x[groups.pairs // groups.places.shape[1]]
+    both = grouped(tokens, experts.gate_up.reshape(experts.count, -1, x.shape[1])).reshape(len(tokens), 2, -1)
+    if experts.gate_up_bias is not None:
+        both = both + experts.gate_up_bias[expert]
+    y = grouped(activation(both[:, 0], both[:, 1]).astype(x.dtype), experts.down)
+    return y if experts.down_bias is None else y + experts.down_bias[expert]
+
+
+# --- over a mesh ------------------------------------------------------------------------------------------------------
+
+
+def capacity(tokens: int, chosen: int, devices: int) -> int:
+    """Places that a device has for the tokens of another one.
+
+    A token is sent to a device once, however many of its experts are there; if it chose at random it would be sent
+    there with probability ``1 - (1 - 1 / devices) ** chosen``.
+    """
+    return min(tokens, math.ceil(SPARE * tokens * (1 - (1 - 1 / devices) ** chosen)))
+
+
+def _over_mesh(
+    x: Float[Array, "m d"],
+    chosen: Int[Array, "m c"],
+    weights: Float[Array, "m c"],
+    experts: ExpertWeights,
+    activation: Activation,
+    exchange: bool | None,
+) -> Float[Array, "m d"]:
+    held = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
+    mesh = MeshShape(axis_size("expert"), axis_size("tensor"))
+    kernels = jax.tree.leaves(held[:3])
+    apart = mesh.expert > 1 and all(split(_BIAS_AXES, leaf.shape, mesh)[0] for leaf in kernels)
+    halved = all(split(_KERNEL_AXES, leaf.shape, mesh)[2] for leaf in kernels)
+    devices = mesh.expert if apart else 1
+    if exchange is None:
+        exchange = len(x) >= EXCHANGED_TOKENS
+    exchange = exchange and devices > 1 and len(x) % devices == 0
+    axes = _KERNEL_AXES if halved else _BIAS_AXES
+    in_specs = tuple(
+        jax.tree.map(lambda leaf, axes=axes: spec(axes, leaf.shape), part)
+        for part, axes in zip(held, (axes, axes, axes, _BIAS_AXES), strict=True)
+    )
+
+    def on_device(x: Array, chosen: Array, weights: Array, *held: Any) -> Array:
+        own = ExpertWeights(*held)
+        if own.down_bias is not None and halved:
+            own = ExpertWeights(*held[:3], jnp.where(jax.lax.axis_index("tensor") == 0, own.down_bias, 0))
+        compute = functools.partial(_own_share, experts=own, activation=activation, of=experts.count)
+        if exchange:
+            y = _exchange(x, chosen, weights, compute, devices, own.count)
+        else:
+            first = jax.lax.axis_index("expert") * own.count if apart else 0
+            y = compute(x, chosen - first, weights)
+        over = ("expert",) * (apart and not exchange) + ("tensor",) * halved
+        return (jax.lax.psum(y, over) if over else y).astype(x.dtype)
+
+    rows = "tokens" if exchange else None
+    operands = (x, chosen, weights)
+    tokens = tuple(spec((rows, None), part.shape) for part in operands)
+    run = jax.shard_map(on_device, in_specs=(*tokens, *in_specs), out_specs=tokens[0], check_vma=False)
+    return run(*operands, *held)
+
+
+def _own_share(
+    x: Float[Array, "m d"],
+    chosen: Int[Array, "m c"],
+    weights: Float[Array, "m c"],
+    experts: ExpertWeights,
+    activation: Activation,
+    of: int,
+) -> Float[Array, "m d"]:
+    """What this device's experts give; ``chosen`` counts from its first one, and others are nobody here."""
+    here = (chosen >= 0) & (chosen < experts.count)
+    return _together(x, jnp.where(here, chosen, experts.count), weights, experts, activation, of)
+
+
+def _exchange(
+    x: Float[Array, "i d"],
+    chosen: Int[Array, "i c"],
+    weights: Float[Array, "i c"],
+    compute: Callable[[Array, Array, Array], Array],
+    devices: int,
+    own: int,
+) -> Float[Array, "i d"]:
+    """Sends this device's tokens to the devices of their experts, ``own`` on each, and sums what comes back.
+
+    Nothing is ever dropped: where a device is chosen by more tokens than there are places, all devices take the way
+    that has a place for every token.
+    """
+    count = len(x)
+    wanted = jnp.any(chosen // own == jnp.arange(devices)[:, None, None], axis=-1)
+    number = jnp.cumsum(wanted, axis=1)  # [devices, i]: how many of the tokens so far go there
+
+    def travel(places: int) -> Float[Array, "i d"]:
+        seats = jnp.arange(1, places + 1)
+        find = functools.partial(jnp.searchsorted, method="scan_unrolled")
+        token = jax.vmap(lambda row: find(row, seats))(number)
+        there = (token < count)[..., None]
+        token = jnp.minimum(token, count - 1)
+        first = jnp.arange(devices)[:, None, None] * own
+        sent = (x[token], jnp.where(there, chosen[token] - first, own), weights[token])
+        sent = jax.tree.map(_swap, sent)
+        y = compute(*(part.reshape(devices * places, -1) for part in sent)).reshape(devices, places, -1)
+        y = _swap(y)
+        total = jnp.zeros(x.shape, jnp.float32)
+        for device in range(devices):
+            back = y[device, jnp.clip(number[device] - 1, 0, places - 1)]
+            total = total + jnp.where(wanted[device, :, None], back, 0)
+        return total
+
+    places = capacity(count, chosen.shape[1], devices)
+    if places == count:
+        return travel(count)
+    crowded = jax.lax.pmax(jnp.max(number[:, -1]), "expert") > places
+    return jax.lax.cond(crowded, lambda: travel(count), lambda: travel(places))
+
+
+def _swap(parts: Array) -> Array:
+    """Part ``r`` goes to device ``r``; what comes from device ``r`` becomes part ``r``."""
+    return jax.lax.all_to_all(parts, "expert", 0, 0, tiled=True)
