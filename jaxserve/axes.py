@@ -51,6 +51,9 @@ class MeshShape:
         return f"{self.expert}x{self.tensor}"
 
 
+ONE_DEVICE = MeshShape()
+
+
 def split(axes: Sequence[str | None], shape: Sequence[int], mesh: MeshShape) -> tuple[Choice, ...]:
     """For each axis of an array the mesh axes that split it; ``()`` where it stays whole on each device.
 

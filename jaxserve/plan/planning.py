@@ -1,0 +1,196 @@
+"""The plan: every static shape and every byte, decided before a weight is read.
+
+Knows pools, buckets, programs and what each costs in the memory of one device. It is arithmetic on a model's shape, a
+mesh and the configuration, and it refuses what cannot fit with the numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from functools import cached_property
+
+from jaxserve.axes import ONE_DEVICE, MeshShape
+from jaxserve.config import EngineConfig
+from jaxserve.errors import PlanError
+from jaxserve.plan import memory
+from jaxserve.plan.programs import PoolPlan, Program
+from jaxserve.plan.shapes import ModelShape
+
+# Chunk lengths of a prompt. Each divides the next, and a prompt is cut largest first: a chunk then always starts at a
+# multiple of its own length, and the padded last one never passes the end of its slot.
+BUCKETS = (32, 128, 512)
+# XLA:CPU converts the whole weight matrix at each product with a single bf16 row: a program has two rows at least.
+MIN_ROWS = 2
+STEPS_PER_DISPATCH = 4
+# Beside what a request may name, its row holds the tokens that end any text of the model.
+MODEL_STOP_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that is compiled and everything that is allocated.
+
+    Attributes:
+        dtype: of weights, activations and cache; ``dtype_bytes`` is its size.
+        memory_limit: bytes that each device offers, ``memory_headroom`` of which (a share) stays free.
+        mesh: devices that share the model; bytes are those of one of them.
+        devices: how many there are.
+        compiled_workspace: what the compiler says that its hungriest program needs; ``None`` before it was asked.
+    """
+
+    model: ModelShape
+    pools: tuple[PoolPlan, ...]
+    steps_per_dispatch: int
+    max_logprobs: int
+    max_logit_bias: int
+    max_stop_token_ids: int
+    max_input_tokens: int
+    max_output_tokens: int
+    dtype: str
+    dtype_bytes: int
+    memory_limit: int
+    memory_headroom: float
+    mesh: MeshShape = ONE_DEVICE
+    devices: int = 1
+    compiled_workspace: int | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Tokens, prompt and output, of the longest request that can be served."""
+        return max(pool.length for pool in self.pools)
+
+    @property
+    def stop_width(self) -> int:
+        """Stop tokens that a row holds."""
+        return self.max_stop_token_ids + MODEL_STOP_TOKENS
+
+    def programs(self) -> tuple[Program, ...]:
+        """Every program that will ever run; the engine compiles exactly these."""
+
+        def of_pool(index: int, pool: PoolPlan) -> Iterator[Program]:
+            yield from (Program("prefill", index, bucket) for bucket in pool.buckets)
+            yield Program("run", index)
+            yield Program("scrub", index)
+
+        return tuple(program for index, pool in enumerate(self.pools) for program in of_pool(index, pool))
+
+    def pool_for(self, length: int) -> int | None:
+        """Index of the smallest pool that holds ``length`` tokens; the request alone decides, never the load."""
+        fitting = [(pool.length, index) for index, pool in enumerate(self.pools) if pool.length >= length]
+        return min(fitting)[1] if fitting else None
+
+    # --- bytes of one device ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def weights_by_kind(self) -> dict[str, int]:
+        """The weights, kind by kind, the largest first."""
+        return memory.weights_by_kind(self.model, self.dtype_bytes, self.mesh)
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights."""
+        return sum(self.weights_by_kind.values())
+
+    def cache_bytes(self, pool: PoolPlan) -> int:
+        """What the layers keep of a pool's slots."""
+        return memory.cache_bytes(self.model, pool, self.dtype_bytes, self.mesh)
+
+    def state_bytes(self, pool: PoolPlan) -> int:
+        """Token history, sampling rows and the log of a dispatch."""
+        widths = 2 * self.max_logit_bias + self.stop_width + 16
+        return memory.state_bytes(pool, widths, self.steps_per_dispatch * (4 + 2 * self.max_logprobs))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the hungriest program needs beside its arguments: the compiler's figure, else an upper estimate."""
+        if self.compiled_workspace is not None:
+            return self.compiled_workspace
+        return memory.workspace_bytes(self.model, self.pools)
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        pools = sum(self.cache_bytes(pool) + self.state_bytes(pool) for pool in self.pools)
+        return self.weight_bytes + pools + self.workspace_bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the plan may take."""
+        return int(self.memory_limit * (1 - self.memory_headroom))
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may be had."""
+        return self.total_bytes <= self.usable_bytes
+
+    def describe(self) -> str:
+        """The plan as a table for people."""
+        mesh, model = self.mesh, self.model
+        where = f", on each of {mesh.devices} devices (expert x tensor {mesh})" if mesh.devices > 1 else ""
+        unsplit = memory.unsplit_by_kind(model, self.dtype_bytes, mesh)
+        workspace = "workspace (estimate)" if self.compiled_workspace is None else "workspace (compiled)"
+        free = self.memory_limit - self.total_bytes
+        lines = [
+            line("weights", self.weight_bytes, f"{model.parameters / 1e6:,.1f} M x {self.dtype}{where}"),
+            *(line(f"  {kind}", count) for kind, count in self.weights_by_kind.items()),
+            *([line("  of it unsplit", sum(unsplit.values()), ", ".join(unsplit))] if unsplit else []),
+            *(
+                line(
+                    f"cache, pool {pool}",
+                    self.cache_bytes(pool),
+                    f"{pool.rows} rows x {pool.positions} positions, chunks of {', '.join(map(str, pool.buckets))}",
+                )
+                for pool in self.pools
+            ),
+            line("state", sum(map(self.state_bytes, self.pools))),
+            line(workspace, self.workspace_bytes),
+            line("total", self.total_bytes, f"of {gib(self.usable_bytes)} usable"),
+            line("free", free, f"of {gib(self.memory_limit)}, {self.memory_headroom:.0%} of which stay so"),
+            f"programs: {len(self.programs())}",
+            *(f"  {program}" for program in self.programs()),
+        ]
+        return "\n".join(text.rstrip() for text in lines)
+
+
+def plan_pools(engine: EngineConfig, model: ModelShape) -> tuple[PoolPlan, ...]:
+    """The static shapes of the configured pools.
+
+    Raises:
+        PlanError: a pool or bucket that cannot be.
+    """
+    buckets = BUCKETS if engine.prefill_buckets == "auto" else tuple(sorted(engine.prefill_buckets))
+    if not buckets:
+        raise PlanError("engine.prefill_buckets: at least one is needed", param="engine.prefill_buckets")
+    for small, large in itertools.pairwise(buckets):
+        if large % small or large == small:
+            raise PlanError(
+                f"engine.prefill_buckets: each must divide the next, {small} and {large} don't",
+                param="engine.prefill_buckets",
+            )
+    return tuple(plan_pool(pool.slots, pool.length, buckets, model) for pool in engine.pools)
+
+
+def plan_pool(slots: int, length: int, buckets: tuple[int, ...], model: ModelShape) -> PoolPlan:
+    """The static shapes of one pool."""
+    if length > model.max_positions:
+        raise PlanError(
+            f"engine.pools: pool {slots}x{length} is longer than the {model.max_positions} positions of the model",
+            param="engine.pools",
+        )
+    fitting = tuple(bucket for bucket in buckets if bucket <= length) or buckets[:1]
+    unit = math.lcm(fitting[-1], model.key_block) if length > model.key_block else fitting[-1]
+    positions = -(-length // unit) * unit
+    return PoolPlan(slots, length, max(slots, MIN_ROWS), positions, fitting)
+
+
+def line(what: str, count: int, remark: str = "") -> str:
+    """A row of the table."""
+    return f"{what:<28}{gib(count):>12}  {remark}"
+
+
+def gib(count: int) -> str:
+    """Bytes in words."""
+    return f"{count / 2**30:,.3f} GiB"
