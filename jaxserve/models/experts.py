@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.axes import MeshShape, split
 from jaxserve.models.layers import product
+from jaxserve.models.quant import Packed
 from jaxserve.pytree import pytree
 from jaxserve.sharding import axis_size, spec
 
@@ -40,19 +41,12 @@ _OUT_IN = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-class Packed(Protocol):
-    """Kernels of all experts in fewer bits; a pytree whose leaves begin with the axes of the plain kernels."""
-
-    def dense(self, index: Int[Array, ""], dtype: DTypeLike) -> Array:
-        """The kernel of one expert, ``[2, f, d]`` or ``[d, f]``."""
-
-
 @pytree
 class ExpertWeights:
     """What a layer's experts hold: ``[e, 2, f, d]`` for gate and up, ``[e, d, f]`` for down, and biases."""
 
-    gate_up: Any
-    down: Any
+    gate_up: Array | Packed
+    down: Array | Packed
     gate_up_bias: Float[Array, "e 2 f"] | None = None
     down_bias: Float[Array, "e d"] | None = None
 
@@ -113,10 +107,9 @@ def routed(
 
 def expert_kernel(kernels: Any, index: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "..."]:
     """The kernel of one expert."""
-    if isinstance(kernels, jax.Array):
-        return jax.lax.dynamic_index_in_dim(kernels, index, keepdims=False)
-    dense: Array = kernels.dense(index, dtype)
-    return dense
+    if isinstance(kernels, Packed):
+        return kernels[index].dense(dtype)
+    return jax.lax.dynamic_index_in_dim(kernels, index, keepdims=False)
 
 
 def block_rows(tokens: int, chosen: int, experts: int) -> int:
@@ -141,11 +134,11 @@ def _together(
     """All of it in float32, in the form that each platform is fast at; ``of`` experts are there on all devices."""
     groups = _sort(chosen, experts.count)
     blocks = functools.partial(_in_blocks, activation=activation, rows=block_rows(*chosen.shape, of))
-    if isinstance(experts.gate_up, jax.Array):
+    if isinstance(experts.gate_up, Packed) or isinstance(experts.down, Packed):
+        y = blocks(x, groups, experts)  # unpacked one by one: all at once would need the memory that packing saves
+    else:
         grouped = functools.partial(_grouped, activation=activation)
         y = jax.lax.platform_dependent(x, groups, experts, cpu=blocks, default=grouped)
-    else:
-        y = blocks(x, groups, experts)  # unpacked one by one: all at once would need the memory that packing saves
     total = jnp.zeros(x.shape, jnp.float32)
     for choice in range(chosen.shape[1]):
         part = weights[:, choice, None] * y[groups.places[:, choice]]

@@ -7,6 +7,8 @@ Knows how experts are chosen and how files name and lay out what they hold. How 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,13 @@ from jaxtyping import Array, Float, Int
 from jaxserve.errors import CheckpointError
 from jaxserve.models.experts import ExpertWeights, routed
 from jaxserve.models.feed_forward import MLPConfig
-from jaxserve.models.layers import GLUS, Linear, parameter, product
+from jaxserve.models.hf_fields import need
+from jaxserve.models.layers import GLUS, Linear, activation_from_hf, parameter, product
 from jaxserve.models.passes import Pass
+from jaxserve.models.quant import held
 from jaxserve.models.weights import Piece, Rule, rule
+
+Way = tuple[Piece, ...]
 
 SOFTMAX, SOFTMAX_CHOSEN, SIGMOID = "softmax", "softmax_chosen", "sigmoid"
 
@@ -63,7 +69,7 @@ class ExpertFiles:
     Attributes:
         block: behind ``model.layers.N.``.
         kernels: of one expert's gate, up and down.
-        across: joined kernels are ``[e, in, out]``, and rows of gate and up alternate in them (gpt-oss).
+        across: there are joined kernels only, ``[e, in, out]``, and rows of gate and up alternate in them (gpt-oss).
         shared_gate: of the gate on the shared expert.
     """
 
@@ -153,14 +159,14 @@ class ExpertsConfig:
         )
         each_out = tuple(Piece(f"{of}{at}.{outward}.weight", (d, f), region=((at, at + 1),)) for at in range(e))
         if self.files.across:
-            all_in = Piece(f"{of}gate_up_proj", (e, d, f, 2), (0, 3, 2, 1))
-            all_out = Piece(f"{of}down_proj", (e, f, d), (0, 2, 1))
+            ways_in: tuple[Way, ...] = ((Piece(f"{of}gate_up_proj", (e, d, f, 2), (0, 3, 2, 1)),),)
+            ways_out: tuple[Way, ...] = ((Piece(f"{of}down_proj", (e, f, d), (0, 2, 1)),),)
         else:
-            all_in = Piece(f"{of}gate_up_proj", (e, 2, f, d))
-            all_out = Piece(f"{of}down_proj", (e, d, f))
+            ways_in = each_in, (Piece(f"{of}gate_up_proj", (e, 2, f, d)),)
+            ways_out = each_out, (Piece(f"{of}down_proj", (e, d, f)),)
         return [
-            Rule(f"{to}gate_up", (e, 2, f, d), ("experts", None, "ffn", "model"), (each_in, (all_in,))),
-            Rule(f"{to}down", (e, d, f), ("experts", "model", "ffn"), (each_out, (all_out,))),
+            Rule(f"{to}gate_up", (e, 2, f, d), ("experts", None, "ffn", "model"), ways_in),
+            Rule(f"{to}down", (e, d, f), ("experts", "model", "ffn"), ways_out),
         ]
 
     def _bias_rules(self, width: int, to: str, of: str) -> list[Rule]:
@@ -207,6 +213,37 @@ def _in_best_groups(rank: Float[Array, "m e"], router: RouterConfig) -> Float[Ar
     return jnp.where(there[:, :, None], groups, -jnp.inf).reshape(rank.shape)
 
 
+def experts_from_hf(hf: Mapping[str, Any], router: RouterConfig, **changes: Any) -> ExpertsConfig:
+    """The experts of the common fields; ``changes`` are what a family knows better.
+
+    Raises:
+        CheckpointError: a field is missing, or numbers that do not fit together.
+    """
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((hf[name] for name in names if hf.get(name) is not None), None)
+    fields: dict[str, Any] = {
+        "experts": need(hf, names[0]) if count is None else count,
+        "chosen": need(hf, "num_experts_per_tok"),
+        "ffn": changes.get("ffn") or need(hf, "moe_intermediate_size"),
+        "activation": activation_from_hf(hf.get("hidden_act", "silu")),
+    }
+    return ExpertsConfig(**(fields | {"router": router} | changes))
+
+
+def grouped_router_from_hf(hf: Mapping[str, Any], **changes: Any) -> RouterConfig:
+    """Sigmoids with a correction, chosen by groups, as DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and kin do it."""
+    fields: dict[str, Any] = {
+        "kind": SIGMOID,
+        "renormalise": bool(hf.get("norm_topk_prob", True)),
+        "scale": float(hf.get("routed_scaling_factor") or 1.0),
+        "correction": True,
+        "groups": hf.get("n_group") or 1,
+        "chosen_groups": hf.get("topk_group") or 1,
+        "exact": True,
+    }
+    return RouterConfig(**(fields | changes))
+
+
 class Router(nnx.Module):
     """See ``RouterConfig``; scores are computed in float32."""
 
@@ -246,7 +283,7 @@ class Experts(nnx.Module):
     def weights(self) -> ExpertWeights:
         """What the routed product reads."""
         biases = (None if bias is None else bias[...] for bias in (self.gate_up_bias, self.down_bias))
-        return ExpertWeights(self.gate_up[...], self.down[...], *biases)
+        return ExpertWeights(held(self.gate_up), held(self.down), *biases)
 
     def __call__(self, x: Float[Array, "b t d"], run: Pass) -> Float[Array, "b t d"]:
         """Applies the block, without the residual; tokens that do not matter go to no routed expert."""
