@@ -15,6 +15,7 @@ install_import_hook(["jaxserve.models", "jaxserve.decode"], "beartype.beartype")
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "checkpoints"
 MODEL = "smollm2-135m-instruct"
+GATED_MODEL = "gemma3-270m"
 
 # The suite compiles the same small programs again and again: keep them, however quickly they compile.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
@@ -45,3 +46,18 @@ def smollm2() -> Path:
 
     catalog = read_catalog(ROOT / "checkpoints" / "catalog.yaml")
     return pull(MODEL, Store(MODELS), catalog, dtype="float32", goldens=goldens).folder
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """The folder of the model under terms of its own, in float32; nobody accepts them by running tests."""
+    from jaxserve.checkpoint.catalog import read_catalog
+    from jaxserve.checkpoint.pull import pull
+    from jaxserve.checkpoint.store import Store
+    from jaxserve.launch.golden import goldens
+
+    store = Store(MODELS)
+    if GATED_MODEL not in store.models():
+        pytest.skip(f"JAXSERVE_CHECKPOINTS__ROOT={MODELS} jaxserve pull {GATED_MODEL} --accept-licence --dtype float32")
+    catalog = read_catalog(ROOT / "checkpoints" / "catalog.yaml")
+    return pull(GATED_MODEL, store, catalog, dtype="float32", accept_licence=True, goldens=goldens).folder
