@@ -1,6 +1,7 @@
 """The tiny checkpoints: how each is configured, how it is stored, and which mistakes its golden must expose.
 
-Knows transformers' configuration classes; make_tiny.py builds the models and writes the folders.
+Knows transformers' configuration classes; make_tiny.py builds the models and writes the folders. Here are the cases of
+Llama's shape; the others stand in tiny_families.py.
 """
 
 import copy
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from tests.reference.hub_layouts import Layout
 
 VOCAB, BOS, EOS = 257, 255, 256
 
@@ -28,6 +31,9 @@ class Case:
     shard_size: str = "10MB"
     short_prompt: int = 0  # also logits of the first so many tokens alone, where the length changes the frequencies
     shape: dict[str, Any] = field(default_factory=dict)
+    layout: Layout | None = None  # as hubs have it, where save_pretrained writes something else
+    taps: bool = False  # the residual stream after every layer, not only after the first
+    block: int = 0  # also logits where each position sees all of its block of so many positions
 
 
 def rope(**changes: Any) -> Mistake:
@@ -35,6 +41,15 @@ def rope(**changes: Any) -> Mistake:
 
     def apply(config: PreTrainedConfig, _: dict[str, torch.Tensor]) -> None:
         config.rope_parameters = config.rope_parameters | changes
+
+    return apply
+
+
+def rope_of(kind: str, **changes: Any) -> Mistake:
+    """Mistake: the rope settings of one kind of layer with some values replaced."""
+
+    def apply(config: PreTrainedConfig, _: dict[str, torch.Tensor]) -> None:
+        config.rope_parameters = config.rope_parameters | {kind: config.rope_parameters[kind] | changes}
 
     return apply
 
@@ -69,6 +84,16 @@ def swapped_halves(head_size: int) -> Callable[[torch.Tensor], torch.Tensor]:
         return tensor.view(-1, 2, head_size // 2, tensor.shape[-1]).swapaxes(1, 2).reshape(tensor.shape)
 
     return change
+
+
+def dropped(suffix: str) -> Mistake:
+    """Mistake: tensors whose names end in `suffix` taken for zeros."""
+    return weights(suffix, torch.zeros_like)
+
+
+def ignored(suffix: str) -> Mistake:
+    """Mistake: factors whose names end in `suffix` taken for ones."""
+    return weights(suffix, torch.ones_like)
 
 
 OFFSET_NORM = weights("layernorm.weight", lambda w: w + 1)
