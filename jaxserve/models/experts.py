@@ -98,7 +98,8 @@ def routed(
     if real is not None:
         chosen = jnp.where(real[:, None], chosen, experts.count)
     if axis_size("expert") * axis_size("tensor") == 1:
-        return _together(x, chosen, weights, experts, activation, experts.count).astype(x.dtype)
+        rows = block_rows(*chosen.shape, experts.count)
+        return _together(x, chosen, weights, experts, activation, rows).astype(x.dtype)
     return _over_mesh(x, chosen, weights, experts, activation, exchange)
 
 
@@ -116,7 +117,7 @@ def block_rows(tokens: int, chosen: int, experts: int) -> int:
     """Rows of a block: as many as an expert's tokens need, mostly.
 
     A pass over a block reads the whole expert, so a second block of the same expert reads it again; rows that stand
-    for nobody cost products. It depends on shapes alone, never on what was chosen.
+    for nobody cost products. Shapes alone decide, never what was chosen.
     """
     mean = tokens * chosen / experts
     rows = 1 << math.ceil(math.log2(max(2 * mean, 1)))
@@ -129,21 +130,16 @@ def _together(
     weights: Float[Array, "m c"],
     experts: ExpertWeights,
     activation: Activation,
-    of: int,
+    rows: int,
 ) -> Float[Array, "m d"]:
-    """All of it in float32, in the form that each platform is fast at; ``of`` experts are there on all devices."""
+    """All of it in float32, in the form that each platform is fast at; ``rows`` are those of a block."""
     groups = _sort(chosen, experts.count)
-    blocks = functools.partial(_in_blocks, activation=activation, rows=block_rows(*chosen.shape, of))
+    blocks = functools.partial(_in_blocks, activation=activation, rows=rows)
     if isinstance(experts.gate_up, Packed) or isinstance(experts.down, Packed):
-        y = blocks(x, groups, experts)  # unpacked one by one: all at once would need the memory that packing saves
-    else:
-        grouped = functools.partial(_grouped, activation=activation)
-        y = jax.lax.platform_dependent(x, groups, experts, cpu=blocks, default=grouped)
-    total = jnp.zeros(x.shape, jnp.float32)
-    for choice in range(chosen.shape[1]):
-        part = weights[:, choice, None] * y[groups.places[:, choice]]
-        total = total + jnp.where((chosen[:, choice] < experts.count)[:, None], part, 0)
-    return total
+        # Unpacked one by one: all at once would need the memory that packing saves.
+        return blocks(x, groups, weights, experts)
+    grouped = functools.partial(_grouped, activation=activation)
+    return jax.lax.platform_dependent(x, groups, weights, experts, cpu=blocks, default=grouped)
 
 
 def _sort(chosen: Int[Array, "m c"], experts: int) -> _Groups:
@@ -157,9 +153,15 @@ def _sort(chosen: Int[Array, "m c"], experts: int) -> _Groups:
 
 
 def _in_blocks(
-    x: Float[Array, "m d"], groups: _Groups, experts: ExpertWeights, *, activation: Activation, rows: int
-) -> Float[Array, "r d"]:
-    """Results of the sorted pairs, block by block: only experts that somebody chose are read.
+    x: Float[Array, "m d"],
+    groups: _Groups,
+    weights: Float[Array, "m c"],
+    experts: ExpertWeights,
+    *,
+    activation: Activation,
+    rows: int,
+) -> Float[Array, "m d"]:
+    """The sorted pairs block by block: only experts that somebody chose are read.
 
     A block's last rows may belong to the next expert's tokens; the next block writes those anew.
     """
@@ -170,14 +172,22 @@ def _in_blocks(
 
     def compute(index: Int[Array, ""], out: Float[Array, "r d"]) -> Float[Array, "r d"]:
         expert = jnp.sum(last <= index)
-        # Counted from the expert's last block, which ends where its tokens do, in whole blocks.
-        before = jnp.where(expert > 0, last[expert - 1], 0)
+        before = jnp.where(expert > 0, last[expert - 1], 0)  # blocks of the experts before it
         at = groups.ends[expert] - sizes[expert] + (index - before) * rows
         tokens = jax.lax.dynamic_slice_in_dim(pairs, at, rows) // choices
         return jax.lax.dynamic_update_slice_in_dim(out, _expert(x[tokens], experts, expert, activation), at, axis=0)
 
     out = jnp.zeros((len(groups.pairs) + rows, x.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, last[-1], compute, out)
+    return _combine(jax.lax.fori_loop(0, last[-1], compute, out), groups, weights)
+
+
+def _combine(y: Float[Array, "r d"], groups: _Groups, weights: Float[Array, "m c"]) -> Float[Array, "m d"]:
+    """Sums what each token's experts gave, in the order of its choice; behind the last pair stands garbage."""
+    there, total = groups.places < groups.ends[-1], jnp.zeros((len(weights), y.shape[1]), jnp.float32)
+    for choice in range(weights.shape[1]):
+        part = weights[:, choice, None] * y[groups.places[:, choice]]
+        total = total + jnp.where(there[:, choice, None], part, 0)
+    return total
 
 
 def _expert(
@@ -193,8 +203,13 @@ def _expert(
 
 
 def _grouped(
-    x: Float[Array, "m d"], groups: _Groups, experts: ExpertWeights, *, activation: Activation
-) -> Float[Array, "p d"]:
+    x: Float[Array, "m d"],
+    groups: _Groups,
+    weights: Float[Array, "m c"],
+    experts: ExpertWeights,
+    *,
+    activation: Activation,
+) -> Float[Array, "m d"]:
     """The same by the compiler's own grouped products."""
     sizes = jnp.diff(groups.ends, prepend=0)
     expert = jnp.searchsorted(groups.ends, jnp.arange(len(groups.pairs)), side="right", method="scan_unrolled")
@@ -207,7 +222,7 @@ def _grouped(
     if experts.gate_up_bias is not None:
         both = both + experts.gate_up_bias[expert]
     y = grouped(activation(both[:, 0], both[:, 1]).astype(x.dtype), experts.down)
-    return y if experts.down_bias is None else y + experts.down_bias[expert]
+    return _combine(y if experts.down_bias is None else y + experts.down_bias[expert], groups, weights)
 
 
 # --- over a mesh ------------------------------------------------------------------------------------------------------
@@ -239,6 +254,8 @@ def _over_mesh(
     if exchange is None:
         exchange = len(x) >= EXCHANGED_TOKENS
     exchange = exchange and devices > 1 and len(x) % devices == 0
+    # Of all tokens and experts, so that no token's numbers depend on where the others go.
+    rows = block_rows(*chosen.shape, experts.count)
     axes = _KERNEL_AXES if halved else _BIAS_AXES
     in_specs = tuple(
         jax.tree.map(lambda leaf, axes=axes: spec(axes, leaf.shape), part)
@@ -249,7 +266,7 @@ def _over_mesh(
         own = ExpertWeights(*held)
         if own.down_bias is not None and halved:
             own = ExpertWeights(*held[:3], jnp.where(jax.lax.axis_index("tensor") == 0, own.down_bias, 0))
-        compute = functools.partial(_own_share, experts=own, activation=activation, of=experts.count)
+        compute = functools.partial(_own_share, experts=own, activation=activation, rows=rows)
         if exchange:
             y = _exchange(x, chosen, weights, compute, devices, own.count)
         else:
@@ -258,9 +275,8 @@ def _over_mesh(
         over = ("expert",) * (apart and not exchange) + ("tensor",) * halved
         return (jax.lax.psum(y, over) if over else y).astype(x.dtype)
 
-    rows = "tokens" if exchange else None
     operands = (x, chosen, weights)
-    tokens = tuple(spec((rows, None), part.shape) for part in operands)
+    tokens = tuple(spec(("tokens" if exchange else None, None), part.shape) for part in operands)
     run = jax.shard_map(on_device, in_specs=(*tokens, *in_specs), out_specs=tokens[0], check_vma=False)
     return run(*operands, *held)
 
@@ -271,11 +287,11 @@ def _own_share(
     weights: Float[Array, "m c"],
     experts: ExpertWeights,
     activation: Activation,
-    of: int,
+    rows: int,
 ) -> Float[Array, "m d"]:
     """What this device's experts give; ``chosen`` counts from its first one, and others are nobody here."""
     here = (chosen >= 0) & (chosen < experts.count)
-    return _together(x, jnp.where(here, chosen, experts.count), weights, experts, activation, of)
+    return _together(x, jnp.where(here, chosen, experts.count), weights, experts, activation, rows)
 
 
 def _exchange(

@@ -1,0 +1,247 @@
+"""The routed product against plain sums, in any company, on other platforms, and over eight forced devices."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models import experts as subject
+from jaxserve.models.experts import ExpertWeights, block_rows, capacity, routed
+from jaxserve.models.layers import GLUS
+from jaxserve.models.quant import Packed
+
+E, D, F, C = 8, 32, 16, 3
+
+
+def weights(bias=True, dtype=np.float32, e=E, seed=0):
+    draw = np.random.default_rng(seed).standard_normal
+    shapes = ((e, 2, F, D), (e, D, F), (e, 2, F), (e, D))
+    leaves = [jnp.asarray(draw(shape) / 4, dtype) for shape in shapes]
+    return ExpertWeights(*leaves) if bias else ExpertWeights(*leaves[:2])
+
+
+def tokens(m, e=E, c=C, seed=1, dtype=np.float32):
+    draw = np.random.default_rng(seed)
+    chosen = np.stack([draw.permutation(e)[:c] for _ in range(m)]).astype(np.int32)
+    shares = draw.random((m, c), np.float32)
+    return jnp.asarray(draw.standard_normal((m, D)), dtype), jnp.asarray(chosen), jnp.asarray(shares)
+
+
+def plainly(x, chosen, shares, experts, glu):
+    x, chosen, shares = (np.asarray(part, np.float64) for part in (x, chosen, shares))
+    gate_up, down = (np.asarray(part, np.float64) for part in (experts.gate_up, experts.down))
+    y = np.zeros_like(x)
+    for token in range(len(x)):
+        for expert, share in zip(chosen[token].astype(int), shares[token], strict=True):
+            both = gate_up[expert] @ x[token]
+            if experts.gate_up_bias is not None:
+                both = both + np.asarray(experts.gate_up_bias[expert])
+            out = down[expert] @ np.asarray(glu(jnp.asarray(both[0]), jnp.asarray(both[1])))
+            if experts.down_bias is not None:
+                out = out + np.asarray(experts.down_bias[expert])
+            y[token] += share * out
+    return y
+
+
+@functools.partial(jax.jit, static_argnames="glu")
+def run(x, chosen, shares, experts, real=None, glu="silu"):
+    return routed(x, chosen, shares, experts, GLUS[glu], real)
+
+
+@pytest.mark.parametrize(("m", "bias", "glu"), [(1, True, "silu"), (5, False, "gelu_tanh"), (90, True, "clamped")])
+def test_each_token_goes_through_its_experts(m, bias, glu):
+    given, experts = tokens(m), weights(bias)
+    expected = plainly(*given, experts, GLUS[glu])
+    np.testing.assert_allclose(run(*given, experts, glu=glu), expected, atol=2e-5)
+    x, chosen, shares = given
+    wrong = {
+        "gate and up exchanged": (x, chosen, shares, ExpertWeights(experts.gate_up[:, ::-1], experts.down)),
+        "weights of the wrong choice": (x, chosen, shares[:, ::-1], experts),
+        "the next expert": (x, (chosen + 1) % E, shares, experts),
+    }
+    for what, planted in wrong.items():
+        assert np.abs(run(*planted, glu=glu) - expected).max() > 0.01, what
+
+
+def test_grouped_products_of_other_platforms_agree():
+    (x, chosen, shares), experts = tokens(40), weights()
+    groups = subject._sort(chosen.at[7].set(E), E)  # one is of no expert
+    grouped = functools.partial(subject._grouped, activation=GLUS["silu"])
+    blocks = functools.partial(subject._in_blocks, activation=GLUS["silu"], rows=4)
+    found, expected = (jax.jit(form)(x, groups, shares, experts) for form in (grouped, blocks))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert not np.any(np.asarray(expected[7]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("m", [2, 8, 64])
+def test_a_token_has_the_same_bits_in_any_company(m, dtype):
+    experts = weights(dtype=dtype)
+    x, chosen, shares = tokens(m, dtype=dtype)
+    alone = np.asarray(run(x, chosen, shares, experts), np.float32)[0]
+    for seed in range(4):
+        others = tokens(m, seed=10 + seed, dtype=dtype)
+        at = seed * 7 % m
+        company = (other.at[at].set(one[0]) for other, one in zip(others, (x, chosen, shares), strict=True))
+        found = np.asarray(run(*company, experts), np.float32)
+        np.testing.assert_array_equal(found[at], alone)
+        assert m == 2 or not np.array_equal(found[at - 1], alone)
+
+
+def test_only_chosen_experts_are_read():
+    (x, chosen, shares), experts = tokens(6), weights()
+    chosen = chosen % 4 * 2  # no odd one
+    spoilt = jax.tree.map(lambda leaf: leaf.at[1::2].set(jnp.nan), experts)
+    np.testing.assert_array_equal(run(x, chosen, shares, spoilt), run(x, chosen, shares, experts))
+    assert np.isnan(run(x, chosen + 1, shares, spoilt)).all()
+
+
+def test_tokens_that_do_not_matter_go_to_no_expert():
+    (x, chosen, shares), experts = tokens(20), weights()
+    real = jnp.arange(20) % 3 > 0
+    whole = run(x, chosen, shares, experts)
+    found = run(x.at[::3].set(jnp.nan), chosen, shares, experts, real)
+    np.testing.assert_array_equal(found, np.where(real[:, None], whole, 0))
+    blocks = subject._sort(jnp.where(real[:, None], chosen, E), E).ends[-1]
+    assert blocks == np.sum(real) * C
+    assert not np.any(np.asarray(run(x, chosen, shares, experts, jnp.zeros(20, bool))))
+
+
+def test_packed_kernels_are_unpacked_expert_by_expert():
+    (x, chosen, shares), plain = tokens(9), weights(bias=False)
+    draw = np.random.default_rng(3)
+    blocks = draw.integers(0, 256, (E, D, 1, 16), np.uint8)
+    packed = Packed(jnp.asarray(blocks), jnp.asarray(draw.integers(125, 129, (E, D, 1), np.uint8)))
+    dense = packed.dense(jnp.float32)[..., :F]
+    wide = ExpertWeights(jnp.pad(plain.gate_up, ((0, 0), (0, 0), (0, F), (0, 0))), packed)
+    np.testing.assert_allclose(
+        run(x, chosen, shares, wide), run(x, chosen, shares, ExpertWeights(plain.gate_up, dense)), atol=1e-5
+    )
+
+
+def test_shapes_alone_decide_the_blocks():
+    assert [block_rows(m, 8, 128) for m in (1, 2, 64, 512)] == [2, 2, 8, 64]
+    assert block_rows(512, 2, 8) == 128
+    assert all(block_rows(m, c, e) >= 2 for m in (1, 3) for c in (1, 4) for e in (1, 300))
+
+
+def test_places_for_other_devices_tokens():
+    assert capacity(64, 8, 8) == 53
+    assert capacity(64, 2, 1) == 64
+    assert all(1 <= capacity(m, c, n) <= m for m in (1, 7, 64) for c in (1, 8) for n in (1, 2, 64))
+
+
+@pytest.mark.parametrize(("platform", "form"), [("cpu", "stablehlo.while"), ("cuda", "ragged"), ("tpu", "ragged")])
+def test_it_lowers_for_each_platform(platform, form):
+    given = (*tokens(16), weights())
+    text = jax.export.export(run, platforms=[platform])(*given).mlir_module()
+    assert form in text
+    assert platform == "cpu" or "stablehlo.while" not in text
+
+
+# --- over a mesh ------------------------------------------------------------------------------------------------------
+
+MESHES = [(1, 8), (2, 4), (4, 2), (8, 1)]
+PROGRAM = """
+import json, re
+import jax, jax.numpy as jnp, numpy as np
+from jaxserve.models import experts as subject
+from jaxserve.models.experts import ExpertWeights, routed
+from jaxserve.models.layers import GLUS
+from jaxserve.models.quant import Packed
+from jaxserve.sharding import make_mesh, sharding
+E, D, F, C, M = 16, 32, 64, 4, 64
+draw = np.random.default_rng(0)
+normal = lambda *shape: jnp.asarray(draw.standard_normal(shape) / 4, jnp.float32)
+plain = ExpertWeights(normal(E, 2, F, D), normal(E, D, F), normal(E, 2, F), normal(E, D))
+packed = Packed(
+    jnp.asarray(draw.integers(0, 256, (E, D, 8, 4), np.uint8)),
+    jnp.asarray(draw.integers(125, 129, (E, D, 8), np.uint8)),
+)
+packed = ExpertWeights(plain.gate_up, packed, plain.gate_up_bias, plain.down_bias)
+x, shares = normal(M, D), normal(M, C)
+chosen = jnp.asarray(np.stack([draw.permutation(E)[:C] for _ in range(M)]), jnp.int32)
+crowded = jnp.asarray(np.stack([draw.permutation(4)[:C] for _ in range(M)]), jnp.int32)
+real = jnp.arange(M) < 50
+AXES = (("experts", None, "ffn", "model"), ("experts", "model", "ffn"), ("experts", None, "ffn"), ("experts", "model"))
+
+def gathered(text):
+    sizes = []
+    for dims in re.findall(r"= \\w+\\[([\\d,]*)\\]\\S* all-gather", text):
+        sizes.append(int(np.prod([int(n) for n in dims.split(",") if n])))
+    return max(sizes, default=0)
+
+def place(mesh, experts):
+    held = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
+    put = lambda leaf, axes: jax.device_put(leaf, sharding(mesh, axes, leaf.shape))
+    return ExpertWeights(*(jax.tree.map(lambda leaf: put(leaf, a), part) for part, a in zip(held, AXES)))
+
+def product(exchange=None):
+    return jax.jit(lambda *given: routed(*given[:4], GLUS["silu"], real, exchange=exchange))
+
+found = []
+whole = {name: product()(x, of, shares, plain) for name, of in (("spread", chosen), ("crowded", crowded))}
+whole["packed"] = product()(x, chosen, shares, packed)
+for expert, tensor in MESHES:
+    mesh = make_mesh(expert, tensor)
+    kernels, narrow = place(mesh, plain), place(mesh, packed)
+    share = sum(leaf.addressable_shards[0].data.nbytes for leaf in (kernels.gate_up, kernels.down))
+    share /= plain.gate_up.nbytes + plain.down.nbytes
+    with jax.set_mesh(mesh):
+        for exchange in (False, True):
+            compiled = product(exchange).lower(x, chosen, shares, kernels).compile()
+            worst = max(
+                float(jnp.abs(compiled(x, of, shares, kernels) - whole[name]).max())
+                for name, of in (("spread", chosen), ("crowded", crowded))
+            )
+            text = compiled.as_text()
+            found.append({
+                "mesh": [expert, tensor], "exchange": exchange, "difference": worst, "share": share,
+                "gathered": gathered(text), "sent": "all-to-all" in text,
+            })
+        y = product()(x, chosen, shares, narrow)
+        found[-1]["packed"] = float(jnp.abs(y - whole["packed"]).max())
+        careless = lambda *given: subject._together(*given, GLUS["silu"], 8)
+        text = jax.jit(careless).lower(x, chosen, shares, kernels).compile().as_text()
+        found[-1]["careless"] = gathered(text)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def over_meshes():
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", f"MESHES = {MESHES}\n{PROGRAM}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_sharded_is_unsharded(over_meshes):
+    assert len(over_meshes) == 2 * len(MESHES)
+    for found in over_meshes:
+        assert found["difference"] < 1e-5, found
+        assert found["share"] == 1 / 8, found
+        assert found["sent"] == (found["exchange"] and found["mesh"][0] > 1), found
+        assert found.get("packed", 0) < 1e-4, found
+
+
+def test_no_expert_travels(over_meshes):
+    smallest_kernel = 16 * 32 * 64 // 8  # of one device
+    for found in over_meshes:
+        assert found["gathered"] < smallest_kernel, found
+        assert found.get("careless", smallest_kernel) >= smallest_kernel, "it would not be seen"
