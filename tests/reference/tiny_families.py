@@ -530,7 +530,7 @@ OTHERS: dict[str, Case] = {
     ),
     "gpt_oss_mxfp4": Case(
         GptOssConfig,
-        OSS | {"sliding_window": 16},
+        OSS | {"sliding_window": 16, "head_dim": 24},
         {
             "sinks dropped": weights("sinks", lambda w: torch.full_like(w, -1e4)),
             "nibbles swapped": weights(
