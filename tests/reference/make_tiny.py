@@ -232,15 +232,17 @@ def save(model: PreTrainedModel, folder: Path, case: Case) -> None:
 
 
 def clear(folder: Path, case: Case, arrays: dict[str, np.ndarray]) -> bool:
-    """Whether nothing in a golden is so close to a tie that rounding could decide it."""
+    """Whether nothing in a golden is so close to a tie that rounding could decide it, and rounding is small."""
     if arrays["gap"] <= SMALLEST_GAP or EOS in arrays["greedy"]:
         return False
     if not case.taps:
         return True
     best = np.sort(arrays["logits"], axis=-1)
+    model = load(folder, case.layout)
     with margins() as routed:
-        forward(load(folder, case.layout), np.append(arrays["prompt"], arrays["greedy"]))
-    return (best[:, -1] - best[:, -2]).min() > SMALLEST_MARGIN and min(routed, default=1.0) > SMALLEST_ROUTER_MARGIN
+        forward(model, np.append(arrays["prompt"], arrays["greedy"]))
+    apart = (best[:, -1] - best[:, -2]).min() > SMALLEST_MARGIN and min(routed, default=1.0) > SMALLEST_ROUTER_MARGIN
+    return apart and noise(model, arrays["logits"]) < LARGEST_NOISE
 
 
 def write(name: str, case: Case) -> None:

@@ -13,10 +13,15 @@ from tokenizers import Tokenizer
 from tests.reference.fuzz import strings
 
 HERE = Path(__file__).parent
-LIMIT = 6 * 2**20
+LIMIT = 24 * 2**20
+TINY_LIMIT = 20 * 2**20
 CASES = sorted(path.name for path in (HERE / "tiny").iterdir())
 PROMPTS = ("capital", "fibonacci", "chat", "long", "unicode", "single")
 SCRIPTS = {".py", ".md"}
+TYPES = {"llama", "mistral", "qwen2", "qwen3"} | {
+    "qwen3_moe", "mixtral", "glm4_moe", "llada2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe",
+    "gemma3_text", "gemma3", "gemma4_text", "gemma4", "gpt_oss", "deepseek_v3", "smollm3",
+}  # fmt: skip
 
 # Measured apart from these scripts, with another program, from the same file (transformers in float32).
 KNOWN = {
@@ -54,6 +59,12 @@ def golden(case: str) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
+def text_config(case: str) -> dict[str, Any]:
+    """The text model's fields, which other models' files have inside."""
+    config = read(HERE / "tiny" / case / "config.json")
+    return config.get("text_config", config)
+
+
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     wide = logits.astype(np.float64)
     return wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
@@ -62,6 +73,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def test_the_data_stays_small() -> None:
     sizes = [path.stat().st_size for path in HERE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert sum(sizes) < LIMIT
+    assert sum(path.stat().st_size for path in (HERE / "tiny").rglob("*") if path.is_file()) < TINY_LIMIT
 
 
 def test_the_readme_names_every_file() -> None:
@@ -110,10 +122,15 @@ def test_smollm2_arrays_agree_with_each_other(smollm2: dict[str, np.ndarray], pr
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_tiny_golden_fits_its_configuration(case: str) -> None:
-    config, array = read(HERE / "tiny" / case / "config.json"), golden(case)
-    length = len(array["prompt"])
+    config, array = text_config(case), golden(case)
+    length, width = len(array["prompt"]), config["hidden_size"]
     assert array["logits"].shape == (length, config["vocab_size"])
-    assert array["layer0"].shape == (length, config["hidden_size"])
+    if "taps" in array:
+        assert array["taps"].shape == (config["num_hidden_layers"], length, width)
+        best = np.sort(array["logits"], axis=-1)
+        assert (best[:, -1] - best[:, -2]).min() > 5e-4  # so that a test may ask for the same best token everywhere
+    else:
+        assert array["layer0"].shape == (length, width)
     assert array["prompt"].max() < config["bos_token_id"]
     assert array["greedy"][0] == array["logits"][-1].argmax()
     assert array["gap"] >= 0.01
@@ -121,16 +138,20 @@ def test_a_tiny_golden_fits_its_configuration(case: str) -> None:
 
 
 def test_the_tiny_cases_cover_spellings_and_kinds() -> None:
-    configs = {case: read(HERE / "tiny" / case / "config.json") for case in CASES}
+    whole = {case: read(HERE / "tiny" / case / "config.json") for case in CASES}
+    configs = {case: text_config(case) for case in CASES}
     old = {case for case, config in configs.items() if "rope_theta" in config}
     assert all(("rope_parameters" in config) == (case not in old) for case, config in configs.items())
     ropes = [config.get("rope_parameters") or config.get("rope_scaling") or {} for config in configs.values()]
+    ropes = [one for rope in ropes for one in (rope.values() if "full_attention" in rope else [rope])]
     kinds = {rope.get("rope_type", rope.get("type", "default")) for rope in ropes}
-    assert kinds == {"default", "linear", "llama3", "yarn", "longrope"}
+    assert kinds == {"default", "linear", "llama3", "yarn", "longrope", "proportional"}
     assert old
     assert old != set(CASES)
-    assert {config["model_type"] for config in configs.values()} == {"llama", "mistral", "qwen2", "qwen3"}
-    assert {config["tie_word_embeddings"] for config in configs.values()} == {True, False}
+    assert {config["model_type"] for config in whole.values()} == TYPES
+    assert {config.get("tie_word_embeddings") for config in configs.values()} == {True, False, None}
+    forms = {config.get("quantization_config", {}).get("quant_method") for config in whole.values()}
+    assert forms == {None, "fp8", "mxfp4"}
     assert len({str(golden(case)["prompt"]) for case in CASES}) == 1
 
 

@@ -581,6 +581,7 @@ OTHERS: dict[str, Case] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 2_000_000.0},
             "no_rope_layers": [1, 0, 1],
             "tie_word_embeddings": True,
+            "pad_token_id": None,
         },
         {
             "every layer turns": setting(no_rope_layers=[1, 1, 1]),
