@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import jax
@@ -18,10 +19,15 @@ def make_mesh(expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | 
     return Mesh(chosen, ("expert", "tensor"))
 
 
+def under(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
+    """Inside of it programs are traced for this mesh; ``None`` is one device, for which nothing needs to be said."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
 def axis_size(name: str) -> int:
     """Devices along a mesh axis, of the mesh under which a program is being traced; 1 outside of any.
 
-    Programs for a mesh are traced under ``jax.set_mesh(mesh)``.
+    Programs for a mesh are traced under it, see ``under``.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else dict(mesh.shape).get(name, 1)

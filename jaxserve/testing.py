@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxserve.axes import ONE_DEVICE, MeshShape
 from jaxserve.config import EngineConfig, Pool
 from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.engine.device import Admission, Progress
@@ -26,6 +28,7 @@ from jaxserve.engine.work import Emitted
 from jaxserve.models.family import Family, family_of
 from jaxserve.models.weights import nest, params_of
 from jaxserve.plan import CacheShape, Chunk, ModelShape, Plan, WeightShape, make_plan
+from jaxserve.sharding import make_mesh, sharding
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -48,21 +51,36 @@ def random_leaves(family: Family, seed: int = 0, dtype: DTypeLike = jnp.float32)
     key = jax.random.key(seed)
     leaves = {}
     for index, rule in enumerate(family.rules):
-        draw = jax.random.normal(jax.random.fold_in(key, index), rule.shape, jnp.float32)
-        scale = 1 + 0.1 * draw if rule.param.endswith("scale") else 0.25 * draw
+        own = jax.random.fold_in(key, index)
+        if rule.dtype == "uint8":  # packed: any bits are numbers; as factors, powers of two a little below one
+            bits = jax.random.bits(own, rule.shape, jnp.uint8)
+            leaves[rule.param] = 122 + bits % 3 if rule.param.endswith("scales") else bits
+            continue
+        draw = jax.random.normal(own, rule.shape, jnp.float32)
+        scale = 1 + 0.1 * draw if rule.param.endswith(("scale", "scales")) else 0.25 * draw
         leaves[rule.param] = scale.astype(rule.dtype or dtype)
     return leaves
 
 
-def random_params(family: Family, seed: int = 0, dtype: DTypeLike = jnp.float32) -> dict[Any, Any]:
-    """The same as the module's parameters."""
-    return params_of(nest(random_leaves(family, seed, dtype)))
+def random_params(
+    family: Family, seed: int = 0, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+) -> dict[Any, Any]:
+    """The same as the module's parameters, where a mesh wants them."""
+    leaves = random_leaves(family, seed, dtype)
+    if mesh is not None:
+        for rule in family.rules:
+            leaves[rule.param] = jax.device_put(leaves[rule.param], sharding(mesh, rule.axes, rule.shape))
+    return params_of(nest(leaves))
 
 
-def tiny_plan(family: Family, pools: tuple[Pool, ...] = (Pool(4, 128),), **settings: Any) -> Plan:
+def tiny_plan(
+    family: Family, pools: tuple[Pool, ...] = (Pool(4, 128),), mesh: MeshShape = ONE_DEVICE, **settings: Any
+) -> Plan:
     """A plan for a tiny model in float32."""
-    config = EngineConfig(pools=pools, **settings)
-    return make_plan(family.shape, config, dtype="float32", dtype_bytes=4, memory_limit=2**32)
+    config, devices = EngineConfig(pools=pools, **settings), mesh.devices
+    return make_plan(
+        family.shape, config, dtype="float32", dtype_bytes=4, memory_limit=2**32, mesh=mesh, devices=devices
+    )
 
 
 def tiny_engine(
@@ -73,14 +91,16 @@ def tiny_engine(
     eos: tuple[int, ...] = (TINY_EOS,),
     policy: Policy | None = None,
     metrics: Metrics | None = None,
+    mesh: MeshShape = ONE_DEVICE,
     **settings: Any,
 ) -> Engine:
     """A compiled engine around a tiny random model."""
     family = family_of(hf or TINY)
-    plan = tiny_plan(family, pools, **settings)
-    params = random_params(family, seed)
+    plan = tiny_plan(family, pools, mesh, **settings)
+    devices = None if mesh.devices == 1 else make_mesh(mesh.expert, mesh.tensor)
+    params = random_params(family, seed, mesh=devices)
     graphdef: nnx.GraphDef[Any] = family.graphdef(jnp.float32)
-    programs = Programs(plan, family, graphdef, params, Autoregressive(plan.max_logprobs))
+    programs = Programs(plan, family, graphdef, params, Autoregressive(plan.max_logprobs), devices)
     slots = sum(pool.slots for pool in plan.pools)
     engine = Engine(JaxDevice(programs), policy or Policy(slots, 256, 60.0, 600.0, 0.0), eos=eos, metrics=metrics)
     engine.warm_up()

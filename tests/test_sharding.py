@@ -9,7 +9,8 @@ import sys
 import jax
 import pytest
 
-from jaxserve.sharding import make_mesh, sharding
+from jaxserve.axes import MeshShape
+from jaxserve.sharding import axis_size, make_mesh, replicated, sharding, spec, under
 
 PROGRAM = """
 import json
@@ -54,3 +55,21 @@ def test_axes_that_do_not_divide_stay_whole():
     assert sharding(mesh, ("model", "heads", None), (8, 3, 4)).is_fully_replicated
     assert mesh.shape == {"expert": 1, "tensor": 1}
     assert len(jax.devices()) >= 1
+
+
+def test_programs_are_traced_under_their_mesh():
+    mesh = make_mesh()
+    assert axis_size("expert") == 1
+    with under(mesh):
+        assert axis_size("tensor") == 1
+        assert not jax.sharding.get_abstract_mesh().empty
+    with under(None):
+        assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_a_spec_names_what_splits_each_axis():
+    assert tuple(spec(("vocab", "model"), (16, 4), MeshShape(2, 4))) == (("tensor", "expert"), None)
+    assert tuple(spec(("experts", "model", "ffn"), (4, 6, 8), MeshShape(2, 4))) == ("expert", None, "tensor")
+    assert tuple(spec((None, "model"), (4, 6), MeshShape(2, 2))) == (None, None)
+    assert tuple(spec(("vocab", "model"), (16, 4))) == (None, None)  # no mesh
+    assert replicated(make_mesh()).is_fully_replicated

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -36,10 +37,21 @@ def serve(loaded: Loaded) -> None:
 
 
 @click.command(cls=SettingsCommand)
-@takes_settings("model", "checkpoints", "engine")
-def plan(loaded: Loaded) -> None:
+@click.option(
+    "--config-json", type=click.Path(path_type=Path), help="A model's config.json, or its folder: no weight is needed."
+)
+@click.option("--device", help="Plan for other hardware: h200, 8xh100, v5e-8, v6e-8, v5p-16; by default this machine.")
+@click.option("--compile", "compiled", is_flag=True, help="Ask this machine's compiler what the programs need.")
+@click.option("--where", is_flag=True, help="Show what of it fits on common hardware.")
+@takes_settings("model", "checkpoints", "engine", "mesh")
+def plan(loaded: Loaded, config_json: Path | None, device: str | None, compiled: bool, where: bool) -> None:
     """Print every program and byte that serving takes, without reading a weight."""
-    click.echo(launch.plan(loaded.config).describe())
+    if where:
+        print_columns(launch.where(loaded.config, config_json))
+        return
+    with ProgressBars() as progress:
+        planned = launch.plan(loaded.config, config_json, device, compiled=compiled, progress=progress)
+    click.echo(planned.describe())
 
 
 @click.command(cls=SettingsCommand)
@@ -52,7 +64,7 @@ def plan(loaded: Loaded) -> None:
 )
 @click.option("--top-k", type=click.IntRange(min=0), help="Most tokens to draw from; 0: all.")
 @click.option("--seed", type=click.IntRange(min=0), help="The same seed writes the same text.")
-@takes_settings("model", "checkpoints", "engine")
+@takes_settings("model", "checkpoints", "engine", "mesh")
 def generate(
     loaded: Loaded,
     prompt: str,
@@ -77,7 +89,7 @@ def generate(
 
 @click.command(cls=SettingsCommand)
 @click.argument("text")
-@takes_settings("model", "checkpoints", "engine")
+@takes_settings("model", "checkpoints", "engine", "mesh")
 def score(loaded: Loaded, text: str) -> None:
     """Print the log-probability of each token of TEXT; `-` reads from standard input."""
     text = sys.stdin.read() if text == "-" else text
@@ -88,7 +100,7 @@ def score(loaded: Loaded, text: str) -> None:
 
 
 @click.command(cls=SettingsCommand)
-@takes_settings("model", "checkpoints", "engine")
+@takes_settings("model", "checkpoints", "engine", "mesh")
 def check(loaded: Loaded) -> None:
     """Try the promises on a model; exit with 1 if one does not hold."""
     model = _load(loaded.config)
@@ -107,7 +119,7 @@ def check(loaded: Loaded) -> None:
     "--output-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Length of an output."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@takes_settings("model", "checkpoints", "engine")
+@takes_settings("model", "checkpoints", "engine", "mesh")
 def bench(loaded: Loaded, streams: tuple[int, ...], prompt_tokens: int, output_tokens: int, as_json: bool) -> None:
     """Measure tokens per second and latencies.
 

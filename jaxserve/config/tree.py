@@ -104,6 +104,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
 
 
+class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How many devices share the model; 1 x 1 puts all of it on one."""
+
+    expert: Annotated[
+        int, Meta(ge=1, le=4096), means("devices among which experts are split, and what else these divide")
+    ] = 1
+    tensor: Annotated[
+        int, Meta(ge=1, le=4096), means("devices among which heads and feed-forward parts are split, times those")
+    ] = 1
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the network sees."""
 
@@ -192,6 +203,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     engine: EngineConfig = EngineConfig()
+    mesh: MeshConfig = MeshConfig()
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     tls: TLSConfig = TLSConfig()

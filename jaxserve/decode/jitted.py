@@ -6,6 +6,9 @@ Each takes the module's structure (``graphdef``, static) and its weights (``para
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,8 +23,12 @@ from jaxserve.decode.step import Control, DecodeState, Emission, Strategy
 
 Params = dict[Any, Any]
 
+_PREFILL: dict[str, Any] = {"static_argnames": ("graphdef",), "donate_argnames": ("state",)}
+_RUN: dict[str, Any] = {"static_argnames": ("graphdef", "strategy", "max_steps"), "donate_argnames": ("state",)}
+_SCRUB: dict[str, Any] = {"donate_argnames": ("state",)}
 
-@partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("state",))
+
+@partial(jax.jit, **_PREFILL)
 def prefill(
     graphdef: nnx.GraphDef[Any],
     params: Params,
@@ -35,7 +42,7 @@ def prefill(
     return stepping.prefill(nnx.merge(graphdef, params), state, slot, tokens, start, count)
 
 
-@partial(jax.jit, static_argnames=("graphdef", "strategy", "max_steps"), donate_argnames=("state",))
+@partial(jax.jit, **_RUN)
 def run(
     graphdef: nnx.GraphDef[Any],
     params: Params,
@@ -51,10 +58,36 @@ def run(
     return stepping.run(nnx.merge(graphdef, params), state, control, rows, steps, strategy, max_steps)
 
 
-@partial(jax.jit, donate_argnames=("state",))
+@partial(jax.jit, **_SCRUB)
 def scrub(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
     """``decode.step.scrub``, one program a pool."""
     return stepping.scrub(state, slot)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Served:
+    """The functions that a server compiles; ``prefill``, ``run`` and ``scrub`` as above."""
+
+    prefill: Callable[..., Any]
+    run: Callable[..., Any]
+    scrub: Callable[..., Any]
+
+
+ON_ONE_DEVICE = Served(prefill, run, scrub)
+
+
+def over_mesh(state: Any, rest: Any) -> Served:
+    """The same for a mesh of devices: results lie where arguments lay, so that the next call takes them as they are.
+
+    Args:
+        state: the shardings of a ``DecodeState``, leaf by leaf.
+        rest: of everything else that comes back.
+    """
+    return Served(
+        jax.jit(inspect.unwrap(prefill), **_PREFILL, out_shardings=state),
+        jax.jit(inspect.unwrap(run), **_RUN, out_shardings=(state, rest)),
+        jax.jit(inspect.unwrap(scrub), **_SCRUB, out_shardings=state),
+    )
 
 
 @partial(jax.jit, static_argnames=("graphdef", "strategy"), donate_argnames=("state",))

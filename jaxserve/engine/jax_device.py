@@ -68,7 +68,7 @@ class JaxDevice:
         self.programs = programs
         self.compile_watch = CompileWatch()
         self._pools = range(len(programs.plan.pools))
-        self._rows = [RowTable(programs.plan, pool) for pool in programs.plan.pools]
+        self._rows = [RowTable(programs.plan, pool, programs.whole) for pool in programs.plan.pools]
         self._controls = [programs.idle(pool) for pool in self._pools]
         self._states = [programs.empty(pool) for pool in self._pools]
 

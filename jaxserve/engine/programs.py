@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.decode import jitted
 from jaxserve.decode.sampling import SamplingRows
@@ -21,8 +22,10 @@ from jaxserve.decode.step import Control, DecodeState, Emission, Strategy, empty
 from jaxserve.engine.device import Progress
 from jaxserve.engine.rows import RowTable
 from jaxserve.errors import DeviceFault
+from jaxserve.models.cache import entry_axes
 from jaxserve.models.family import Family
 from jaxserve.plan import Plan, Program
+from jaxserve.sharding import replicated, sharding, under
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -37,9 +40,10 @@ class HostControl:
     pending: np.ndarray
     pending_count: np.ndarray
 
-    def on_device(self) -> Control:
+    def on_device(self, sharding: jax.sharding.Sharding | None = None) -> Control:
         """The control as a program takes it; the host's arrays must not change afterwards."""
-        return Control(**jax.device_put({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}))
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Control(**jax.device_put(fields, sharding))
 
 
 class CompileWatch:
@@ -69,24 +73,42 @@ class Programs:
 
     Args:
         graphdef: the module's structure.
-        params: its weights, as ``nnx`` keys them, in place on the device.
+        params: its weights, as ``nnx`` keys them, in place on the devices.
+        mesh: the devices that share them; ``None`` is one device.
+
+    Attributes:
+        whole: where what is small lies: on each device of the mesh; ``None`` without one.
     """
 
     def __init__(
-        self, plan: Plan, family: Family, graphdef: nnx.GraphDef[Any], params: dict[Any, Any], strategy: Strategy
+        self,
+        plan: Plan,
+        family: Family,
+        graphdef: nnx.GraphDef[Any],
+        params: dict[Any, Any],
+        strategy: Strategy,
+        mesh: Mesh | None = None,
     ) -> None:
         self.plan = plan
         self.strategy = strategy
+        self.whole = None if mesh is None else replicated(mesh)
+        self._mesh = mesh
         self._family = family
         self._graphdef = graphdef
         self._params = params
         self._dtype = jnp.dtype(plan.dtype)
         self._executables: dict[Program, jax.stages.Compiled] = {}
+        self._makers: dict[int, jax.stages.Compiled] = {}
 
     def empty(self, pool: int) -> DecodeState:
         """A pool's state with nothing in it."""
-        shape = self.plan.pools[pool]
-        return empty_state(self._family.empty_cache(shape.rows, shape.positions, self._dtype), self.strategy)
+        if self._mesh is None:
+            return self._empty(pool)
+        if pool not in self._makers:  # before the warm-up; no device ever holds the whole of it
+            make = jax.jit(lambda: self._empty(pool), out_shardings=self._places(pool))
+            self._makers[pool] = make.lower().compile()
+        state: DecodeState = self._makers[pool]()
+        return state
 
     def compile(self, progress: Progress) -> None:
         """Traces, lowers and compiles every program of the plan, one after the other.
@@ -127,7 +149,7 @@ class Programs:
         """Decodes; ``state`` is donated."""
         executable = self._executables[Program("run", pool)]
         after: tuple[DecodeState, Emission] = executable(
-            self._params, state, control.on_device(), rows, np.int32(steps)
+            self._params, state, control.on_device(self.whole), rows, np.int32(steps)
         )
         return after
 
@@ -147,24 +169,47 @@ class Programs:
             pending_count=np.ones(rows, np.int32),
         )
 
+    def _empty(self, pool: int) -> DecodeState:
+        shape = self.plan.pools[pool]
+        return empty_state(self._family.empty_cache(shape.rows, shape.positions, self._dtype), self.strategy)
+
+    def _places(self, pool: int) -> Any:
+        """Where each leaf of a pool's state lies: the cache split by heads, the rest whole on each device."""
+        assert self._mesh is not None
+        mesh, layers = self._mesh, self._family.shape.cache
+
+        def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+            if path[0].name != "cache":
+                return replicated(mesh)
+            heads = layers[path[2].idx].heads  # a leaf may have a multiple of them
+            return sharding(mesh, entry_axes(leaf.ndim), (leaf.shape[0], heads, *leaf.shape[2:]))
+
+        return jax.tree.map_with_path(place, jax.eval_shape(lambda: self._empty(pool)))
+
     def _trace(self, program: Program) -> jax.stages.Traced:
-        pool = self.plan.pools[program.pool]
-        state = jax.eval_shape(lambda: self.empty(program.pool))
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        if program.kind == "prefill":
-            tokens = jax.ShapeDtypeStruct((program.bucket,), jnp.int32)
-            return jitted.prefill.trace(self._graphdef, self._params, state, scalar, tokens, scalar, scalar)
+        function, arguments, static = self._call(program)
+        with under(self._mesh):
+            traced: jax.stages.Traced = function.trace(*arguments, **static)
+        return traced
+
+    def _call(self, program: Program) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The jitted function that a program is made of, its arguments without their numbers, and its static ones."""
+        functions, pool = jitted.ON_ONE_DEVICE, self.plan.pools[program.pool]
+        state = jax.eval_shape(lambda: self._empty(program.pool))
+        if self._mesh is not None:
+            places = self._places(program.pool)
+            functions = jitted.over_mesh(places, self.whole)
+            state = jax.tree.map(
+                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state, places
+            )
+        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.whole)
         if program.kind == "scrub":
-            return jitted.scrub.trace(state, scalar)
-        control = self.idle(program.pool).on_device()
-        rows = RowTable(self.plan, pool).snapshot()
-        return jitted.run.trace(
-            self._graphdef,
-            self._params,
-            state,
-            control,
-            rows,
-            scalar,
-            strategy=self.strategy,
-            max_steps=self.plan.steps_per_dispatch,
-        )
+            return functions.scrub, (state, scalar), {}
+        model = (self._graphdef, self._params)
+        if program.kind == "prefill":
+            tokens = jax.ShapeDtypeStruct((program.bucket,), jnp.int32, sharding=self.whole)
+            return functions.prefill, (*model, state, scalar, tokens, scalar, scalar), {}
+        control = self.idle(program.pool).on_device(self.whole)
+        rows = RowTable(self.plan, pool, self.whole).snapshot()
+        static = {"strategy": self.strategy, "max_steps": self.plan.steps_per_dispatch}
+        return functions.run, (*model, state, control, rows, scalar), static

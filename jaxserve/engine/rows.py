@@ -17,10 +17,11 @@ from jaxserve.plan import Plan, PoolPlan
 
 
 class RowTable:
-    """One row a slot; ``snapshot`` is rebuilt only after a row changed."""
+    """One row a slot; ``snapshot`` is rebuilt only after a row changed, and lies where ``sharding`` says."""
 
-    def __init__(self, plan: Plan, pool: PoolPlan) -> None:
+    def __init__(self, plan: Plan, pool: PoolPlan, sharding: jax.sharding.Sharding | None = None) -> None:
         rows = pool.rows
+        self._sharding = sharding
         self._rows: dict[str, np.ndarray] = {
             "temperature": np.zeros(rows, np.float32),
             "top_k": np.zeros(rows, np.int32),
@@ -71,5 +72,6 @@ class RowTable:
     def snapshot(self) -> SamplingRows:
         """The rows as they are now, on the device."""
         if self._snapshot is None:
-            self._snapshot = SamplingRows(**jax.device_put({name: rows.copy() for name, rows in self._rows.items()}))
+            copies = {name: rows.copy() for name, rows in self._rows.items()}
+            self._snapshot = SamplingRows(**jax.device_put(copies, self._sharding))
         return self._snapshot

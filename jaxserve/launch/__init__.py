@@ -7,8 +7,9 @@ command line.
 from jaxserve.launch.bench import bench
 from jaxserve.launch.checks import check
 from jaxserve.launch.golden import goldens
-from jaxserve.launch.loading import LoadedModel, load_model, plan
+from jaxserve.launch.loading import LoadedModel, load_model
+from jaxserve.launch.planning import plan, where
 from jaxserve.launch.serving import serve
 from jaxserve.launch.writing import generate, score
 
-__all__ = ["LoadedModel", "bench", "check", "generate", "goldens", "load_model", "plan", "score", "serve"]
+__all__ = ["LoadedModel", "bench", "check", "generate", "goldens", "load_model", "plan", "score", "serve", "where"]

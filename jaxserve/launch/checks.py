@@ -13,6 +13,7 @@ from jaxserve.engine.completion import Completion
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.launch.golden import PROMPTS
 from jaxserve.launch.loading import LoadedModel
+from jaxserve.sharding import under
 
 Outcome = tuple[str, bool, str]
 # Log-probabilities of the cached pass against those of the whole-sequence pass, in nats.
@@ -54,7 +55,8 @@ def _cached_is_uncached(model: LoadedModel, answers: list[Completion]) -> Outcom
         ids = np.zeros((1, longest), np.int32)
         start = len(one.request.prompt)
         ids[0, : start + len(one.tokens)] = one.request.prompt + one.tokens
-        chosen = np.asarray(jitted.score(model.graphdef, model.params, jnp.asarray(ids)).chosen)[0]
+        with under(model.mesh):
+            chosen = np.asarray(jitted.score(model.graphdef, model.params, jnp.asarray(ids)).chosen)[0]
         for offset, entry in enumerate(one.logprobs):
             worst = max(worst, abs(float(chosen[start - 1 + offset]) - entry.logprob))
     held = worst <= TOLERANCE[model.plan.dtype]

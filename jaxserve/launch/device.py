@@ -9,10 +9,19 @@ from pathlib import Path
 import jax
 
 from jaxserve.config import EngineConfig
+from jaxserve.plan import Hardware
+
+
+def this_machine() -> Hardware:
+    """The devices that are there."""
+    return Hardware(jax.devices()[0].platform, len(jax.devices()), memory_bytes())
 
 
 def memory_bytes() -> int:
-    """Bytes that one device can hold: what it reports, or on CPU the machine's memory or its cgroup's limit."""
+    """Bytes that one device can hold: what it reports, or on CPU the machine's memory or its cgroup's limit.
+
+    Devices of a CPU (a test forces several) share it.
+    """
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -22,7 +31,7 @@ def memory_bytes() -> int:
             limits.append(int(Path(path).read_text(encoding="ascii")))
         except (OSError, ValueError):  # no such cgroup version, or "max"
             continue
-    return min(limits)
+    return min(limits) // len(jax.local_devices())
 
 
 def configure_jax(config: EngineConfig) -> None:

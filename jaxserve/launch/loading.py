@@ -9,15 +9,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxserve.checkpoint import Progress, manifest
 from jaxserve.checkpoint.manifest import Manifest
 from jaxserve.checkpoint.restore import restore
-from jaxserve.checkpoint.side_files import CONFIG, GENERATION_CONFIG
-from jaxserve.checkpoint.store import Store
+from jaxserve.checkpoint.side_files import GENERATION_CONFIG
 from jaxserve.config import Config
 from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.engine.engine import Engine
@@ -25,13 +24,14 @@ from jaxserve.engine.jax_device import JaxDevice
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.scheduler import Policy
-from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.launch.device import configure_jax, memory_bytes
+from jaxserve.errors import ConfigError
+from jaxserve.launch.device import configure_jax, this_machine
 from jaxserve.launch.golden import self_test
+from jaxserve.launch.planning import mesh_of, plan_for, read_config, version_folder
 from jaxserve.models.family import Family, family_of
-from jaxserve.models.weights import nest, params_of
-from jaxserve.plan import Plan, make_plan
-from jaxserve.sharding import make_mesh, sharding
+from jaxserve.models.weights import abstract, params_of
+from jaxserve.plan import Plan
+from jaxserve.sharding import make_mesh
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.folder import read_json
 from jaxserve.text.tokenizer import Tokenizer
@@ -45,6 +45,7 @@ class LoadedModel:
         id: the name it is served under.
         folder: its version's folder.
         family, graphdef, params: what the jitted functions of ``decode.jitted`` take.
+        mesh: the devices that share the model, under which such a function is called; ``None`` is one device.
         eos: tokens that end an answer.
         defaults: sampling parameters of a request that names none, from ``generation_config.json``.
     """
@@ -61,16 +62,7 @@ class LoadedModel:
     engine: Engine
     eos: tuple[int, ...]
     defaults: SamplingParams
-
-
-def plan(config: Config) -> Plan:
-    """The plan of a configuration, before a weight is read.
-
-    Raises:
-        CheckpointError: no such model. PlanError: it does not fit.
-    """
-    folder = _folder(config)
-    return _plan(config, family_of(read_config(folder)))
+    mesh: Mesh | None = None
 
 
 def load_model(config: Config, progress: Progress) -> LoadedModel:
@@ -84,17 +76,19 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
         PlanError: it does not fit.
     """
     configure_jax(config.engine)
-    folder = _folder(config)
+    folder = version_folder(config)
     stored = manifest.verify(folder, lambda _, done, total: progress("verifying", done, total))
     hf = read_config(folder)
     family = family_of(hf)
-    planned = _plan(config, family)
-    params = restore_params(folder, family, planned.dtype, lambda _, done, total: progress("loading", done, total))
+    planned = plan_for(config, family, this_machine())
+    mesh = mesh_of(planned)
+    restoring: Progress = lambda _, done, total: progress("loading", done, total)  # noqa: E731
+    params = restore_params(folder, family, planned.dtype, mesh, restoring)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     generation = read_json(folder / GENERATION_CONFIG)
     eos = _end_tokens(tokenizer, generation, hf)
     graphdef = family.graphdef(jnp.dtype(planned.dtype))
-    programs = Programs(planned, family, graphdef, params, Autoregressive(planned.max_logprobs))
+    programs = Programs(planned, family, graphdef, params, Autoregressive(planned.max_logprobs), mesh)
     engine = Engine(JaxDevice(programs), _policy(config, planned), eos=eos)
     engine.warm_up(progress)
     self_test(engine, folder, progress)
@@ -111,42 +105,14 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
         engine=engine,
         eos=eos,
         defaults=_defaults(generation),
+        mesh=mesh,
     )
 
 
-def restore_params(folder: Path, family: Family, dtype: str, progress: Progress) -> dict[Any, Any]:
-    """The weights, straight into their sharding."""
-    mesh = make_mesh()
-    wanted = {
-        rule.param: jax.ShapeDtypeStruct(
-            rule.shape, jnp.dtype(rule.dtype or dtype), sharding=sharding(mesh, rule.axes, rule.shape)
-        )
-        for rule in family.rules
-    }
-    return params_of(restore(folder, nest(wanted), progress))
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """A version's ``config.json``.
-
-    Raises:
-        CheckpointError: absent, or no JSON object.
-    """
-    path = folder / CONFIG
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing")
-    return read_json(path)
-
-
-def _folder(config: Config) -> Path:
-    version = None if config.model.version == "current" else config.model.version
-    return Store(config.checkpoints.root).path(config.model.id, version)
-
-
-def _plan(config: Config, family: Family) -> Plan:
-    dtype = config.model.dtype
-    size = jnp.dtype(dtype).itemsize
-    return make_plan(family.shape, config.engine, dtype=dtype, dtype_bytes=size, memory_limit=memory_bytes())
+def restore_params(folder: Path, family: Family, dtype: str, mesh: Mesh | None, progress: Progress) -> dict[Any, Any]:
+    """The weights, straight into their sharding: each device reads its part only."""
+    wanted = abstract(family.rules, jnp.dtype(dtype), make_mesh() if mesh is None else mesh)
+    return params_of(restore(folder, wanted, progress))
 
 
 def _policy(config: Config, planned: Plan) -> Policy:

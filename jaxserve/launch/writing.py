@@ -11,6 +11,7 @@ from jaxserve.decode import jitted
 from jaxserve.engine.request import FinishReason, Request, SamplingParams
 from jaxserve.errors import InvalidRequest
 from jaxserve.launch.loading import LoadedModel
+from jaxserve.sharding import under
 from jaxserve.text.detokenize import Detokenizer
 
 SCORE_PADDING = 64  # texts are padded to multiples of this: one program for many lengths
@@ -59,6 +60,7 @@ def score(model: LoadedModel, text: str) -> Iterator[tuple[str, float]]:
         )
     padded = np.zeros((1, -(-len(ids) // SCORE_PADDING) * SCORE_PADDING), np.int32)
     padded[0, : len(ids)] = ids
-    chosen = np.asarray(jitted.score(model.graphdef, model.params, jnp.asarray(padded)).chosen)[0]
+    with under(model.mesh):
+        chosen = np.asarray(jitted.score(model.graphdef, model.params, jnp.asarray(padded)).chosen)[0]
     for token, logprob in zip(ids[1:], chosen.tolist(), strict=False):
         yield model.tokenizer.token_text(token), logprob

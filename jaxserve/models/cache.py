@@ -26,7 +26,7 @@ FEW_POSITIONS = 16
 
 
 class LayerCache(Protocol):
-    """What one layer keeps; a pytree whose leaves have the slots as their first axis."""
+    """What one layer keeps; a pytree whose leaves have the slots as their first axis, key heads as their second."""
 
     def put(
         self, fresh: Any, r: Int[Array, ""], row: Int[Array, ""] | int, start: Int[Array, " b"], count: Int[Array, " b"]
@@ -53,10 +53,13 @@ class Cache:
 
 @pytree
 class KV:
-    """Keys and values of every position. As fresh entries: of the pass's positions."""
+    """Keys and values of every position. As fresh entries: of the pass's positions.
+
+    ``v`` is ``None`` where values are the first numbers of the keys (``latent.py``).
+    """
 
     k: Shaped[Array, "b k s h"]
-    v: Shaped[Array, "b k s h"]
+    v: Shaped[Array, "b k s h"] | None
 
     def put(
         self, fresh: KV, r: Int[Array, ""], row: Int[Array, ""] | int, start: Int[Array, " b"], count: Int[Array, " b"]
@@ -139,6 +142,11 @@ def entries(slots: int, heads: int, positions: int, size: int, dtype: DTypeLike)
     the whole of it to float32, and back.
     """
     return jnp.zeros((slots, heads, positions, size), jnp.uint16 if dtype == jnp.bfloat16 else dtype)
+
+
+def entry_axes(axes: int) -> tuple[str | None, ...]:
+    """Logical axes of a layer cache's leaf that has so many: over a mesh it is split by heads, if it can be."""
+    return (None, "kv_heads", *(None for _ in range(axes - 2)))
 
 
 def ring_size(window: int, positions: int, key_block: int) -> int | None:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxserve.errors import CheckpointError
+from jaxserve.sharding import axis_size
 
 # Up to this many rows a product is bound by reading its weights.
 FEW_ROWS = 32
@@ -46,6 +47,9 @@ class Linear(nnx.Module):
         """Applies the map."""
         rows = x.shape[: x.ndim - len(self.inputs)]
         size = math.prod(self.inputs)
+        if axis_size("expert") * axis_size("tensor") > 1:
+            y = _product_unmerged(x, self.kernel[...], len(self.inputs))
+            return y if self.bias is None else y + self.bias[...]
         y = product(x.reshape(-1, size), self.kernel[...].reshape(-1, size), x.dtype)
         y = y.reshape(*rows, *self.outputs)
         return y if self.bias is None else y + self.bias[...]
@@ -63,6 +67,13 @@ def product(x: Float[Array, "m k"], weights: Float[Array, "n k"], dtype: DTypeLi
 def _product(x: Float[Array, "m k"], weights: Float[Array, "n k"], dtype: DTypeLike) -> Float[Array, "m n"]:
     wide = jnp.float32 if WIDE_RESULTS else dtype
     return jax.lax.dot_general(x, weights, (((1,), (1,)), ((), ())), preferred_element_type=wide).astype(dtype)
+
+
+def _product_unmerged(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int) -> Float[Array, "..."]:
+    """The same over a mesh: an axis that is split there may be merged with no axis before it, or all is gathered."""
+    over = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(kernel.ndim - inputs, kernel.ndim))
+    wide = jnp.float32 if WIDE_RESULTS else x.dtype
+    return jax.lax.dot_general(x, kernel, (over, ((), ())), preferred_element_type=wide).astype(x.dtype)
 
 
 def _product_weights_first(

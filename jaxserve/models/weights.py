@@ -17,9 +17,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.errors import CheckpointError
+from jaxserve.sharding import sharding
 
 Region = tuple[tuple[int, int], ...]
 
@@ -34,6 +36,9 @@ class Piece:
         order: the axes are then transposed into this order; ``()`` leaves them.
         region: from and to, on the leading axes of the leaf; ``()`` is all of it. The part is reshaped to fit.
         rows: from and to, on the tensor's first axis; ``None`` is all of them.
+        spread: each number of the tensor, a matrix, stands for so many rows and columns (the scale of a block), the
+            last ones of which may not be there. It is repeated for each before anything else is done; the last axis
+            of ``shape`` then counts columns, the others rows.
     """
 
     source: str
@@ -41,6 +46,18 @@ class Piece:
     order: tuple[int, ...] = ()
     region: Region = ()
     rows: tuple[int, int] | None = None
+    spread: tuple[int, int] | None = None
+
+    def part(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of what it takes of a tensor, before it is reshaped; ``None`` of a tensor that lacks it."""
+        if self.spread is None and self.rows is None:
+            return shape
+        first, last = self.rows or (0, math.prod(self.shape[:-1]))
+        if self.spread is None:
+            return (last - first, *shape[1:]) if shape and last <= shape[0] else None
+        needed = -(-last // self.spread[0]), -(-self.shape[-1] // self.spread[1])
+        fits = len(shape) == 2 and shape[1] == needed[1] and (shape[0] >= needed[0] if self.rows else shape == needed)
+        return (last - first, self.shape[-1]) if fits else None
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
         """The numbers of this piece, with its axes in the leaf's order.
@@ -49,6 +66,12 @@ class Piece:
             CheckpointError: the tensor has another number of elements than the configuration says.
         """
         part = tensor if self.rows is None else tensor[slice(*self.rows)]
+        if self.spread is not None:
+            (down, across), (first, last) = self.spread, self.rows or (0, math.prod(self.shape[:-1]))
+            # Not more blocks than it takes are repeated: a piece may be one head of many.
+            block = first // down
+            part = tensor[block : -(-last // down)].repeat(down, 0)[first - block * down : last - block * down]
+            part = part.repeat(across, 1)[:, : self.shape[-1]]
         if part.size != math.prod(self.shape):
             raise CheckpointError(
                 f"tensor {self.source} has shape {tuple(tensor.shape)}, but the model's configuration needs "
@@ -89,6 +112,10 @@ class Rule:
             for way in self.ways
         )
         return dataclasses.replace(self, ways=(*self.ways, *renamed))
+
+    def translated(self, translate: Callable[[Piece], Piece]) -> Rule:
+        """The same leaf of files that name or join every tensor otherwise."""
+        return dataclasses.replace(self, ways=tuple(tuple(map(translate, way)) for way in self.ways))
 
     def pieces(self, names: Container[str]) -> tuple[Piece, ...]:
         """The way in which a file with these tensors holds it; the first one if it lacks something of each."""
@@ -143,6 +170,11 @@ def params_of(tree: Mapping[str, Any]) -> dict[Any, Any]:
     }
 
 
-def abstract(rules: Iterable[Rule], dtype: DTypeLike) -> dict[str, Any]:
-    """A checkpoint's tree in shapes and dtypes, with no value in memory."""
-    return nest({rule.param: jax.ShapeDtypeStruct(rule.shape, rule.dtype or dtype) for rule in rules})
+def abstract(rules: Iterable[Rule], dtype: DTypeLike, mesh: Mesh | None = None) -> dict[str, Any]:
+    """A checkpoint's tree in shapes and dtypes, and where on a mesh each leaf lies, with no value in memory."""
+
+    def leaf(rule: Rule) -> jax.ShapeDtypeStruct:
+        place = None if mesh is None else sharding(mesh, rule.axes, rule.shape)
+        return jax.ShapeDtypeStruct(rule.shape, rule.dtype or dtype, sharding=place)
+
+    return nest({rule.param: leaf(rule) for rule in rules})

@@ -4,9 +4,9 @@
 them together, ``fitting`` refuses what does not fit and names what would, ``hardware`` knows machines by name.
 """
 
-from jaxserve.plan.fitting import best_mesh, fits_where, make_plan
+from jaxserve.plan.fitting import best_mesh, check, fits_where, make_plan
 from jaxserve.plan.hardware import Hardware, hardware
-from jaxserve.plan.planning import MIN_ROWS, MODEL_STOP_TOKENS, STEPS_PER_DISPATCH, Plan
+from jaxserve.plan.planning import MIN_ROWS, MODEL_STOP_TOKENS, STEPS_PER_DISPATCH, Plan, draft_plan
 from jaxserve.plan.programs import Chunk, PoolPlan, Program
 from jaxserve.plan.shapes import DTYPE_BYTES, CacheShape, ModelShape, WeightShape
 
@@ -24,6 +24,8 @@ __all__ = [
     "Program",
     "WeightShape",
     "best_mesh",
+    "check",
+    "draft_plan",
     "fits_where",
     "hardware",
     "make_plan",

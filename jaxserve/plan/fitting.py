@@ -12,7 +12,7 @@ from jaxserve.axes import ONE_DEVICE, MeshShape
 from jaxserve.config import EngineConfig
 from jaxserve.errors import PlanError
 from jaxserve.plan.hardware import COMMON, GIGABYTE, hardware
-from jaxserve.plan.planning import STEPS_PER_DISPATCH, Plan, gib, plan_pool, plan_pools
+from jaxserve.plan.planning import Plan, draft_plan, gib, plan_pool
 from jaxserve.plan.programs import PoolPlan
 from jaxserve.plan.shapes import ModelShape
 
@@ -36,23 +36,8 @@ def make_plan(
     Raises:
         PlanError: a pool, bucket or mesh that cannot be, or more bytes than there are.
     """
-    devices = max(devices, 1)
-    longest = max(pool.length for pool in engine.pools)
-    plan = Plan(
-        model=model,
-        pools=plan_pools(engine, model),
-        steps_per_dispatch=STEPS_PER_DISPATCH if engine.steps_per_dispatch == "auto" else engine.steps_per_dispatch,
-        max_logprobs=min(engine.max_logprobs, model.vocab_size),
-        max_logit_bias=engine.max_logit_bias,
-        max_stop_token_ids=engine.max_stop_token_ids,
-        max_input_tokens=longest - 1 if engine.max_input_tokens == "auto" else engine.max_input_tokens,
-        max_output_tokens=longest - 1 if engine.max_output_tokens == "auto" else engine.max_output_tokens,
-        dtype=dtype,
-        dtype_bytes=dtype_bytes,
-        memory_limit=engine.memory_limit_bytes if engine.memory_limit_bytes != "auto" else memory_limit,
-        memory_headroom=engine.memory_headroom,
-        mesh=mesh,
-        devices=devices,
+    plan = draft_plan(
+        model, engine, dtype=dtype, dtype_bytes=dtype_bytes, memory_limit=memory_limit, mesh=mesh, devices=devices
     )
     check(plan)
     return plan
@@ -65,9 +50,9 @@ def check(plan: Plan) -> None:
         PlanError: with the numbers, and what would fit.
     """
     if plan.mesh.devices > plan.devices:
+        there = "there is 1" if plan.devices == 1 else f"there are {plan.devices}"
         raise PlanError(
-            f"a mesh of expert x tensor {plan.mesh} takes {plan.mesh.devices} devices, there are {plan.devices}",
-            param="mesh",
+            f"a mesh of expert x tensor {plan.mesh} takes {plan.mesh.devices} devices, {there}", param="mesh"
         )
     if plan.fits:
         return

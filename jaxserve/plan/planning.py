@@ -155,6 +155,40 @@ class Plan:
         return "\n".join(text.rstrip() for text in lines)
 
 
+def draft_plan(
+    model: ModelShape,
+    engine: EngineConfig,
+    *,
+    dtype: str,
+    dtype_bytes: int,
+    memory_limit: int,
+    mesh: MeshShape = ONE_DEVICE,
+    devices: int = 1,
+) -> Plan:
+    """A plan that may be too large for ``devices`` devices of ``memory_limit`` bytes each; ``fitting`` checks it.
+
+    Raises:
+        PlanError: a pool or bucket that cannot be.
+    """
+    longest = max(pool.length for pool in engine.pools)
+    return Plan(
+        model=model,
+        pools=plan_pools(engine, model),
+        steps_per_dispatch=STEPS_PER_DISPATCH if engine.steps_per_dispatch == "auto" else engine.steps_per_dispatch,
+        max_logprobs=min(engine.max_logprobs, model.vocab_size),
+        max_logit_bias=engine.max_logit_bias,
+        max_stop_token_ids=engine.max_stop_token_ids,
+        max_input_tokens=longest - 1 if engine.max_input_tokens == "auto" else engine.max_input_tokens,
+        max_output_tokens=longest - 1 if engine.max_output_tokens == "auto" else engine.max_output_tokens,
+        dtype=dtype,
+        dtype_bytes=dtype_bytes,
+        memory_limit=engine.memory_limit_bytes if engine.memory_limit_bytes != "auto" else memory_limit,
+        memory_headroom=engine.memory_headroom,
+        mesh=mesh,
+        devices=devices,
+    )
+
+
 def plan_pools(engine: EngineConfig, model: ModelShape) -> tuple[PoolPlan, ...]:
     """The static shapes of the configured pools.
 

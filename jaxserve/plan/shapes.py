@@ -29,6 +29,11 @@ class WeightShape:
         """How many there are in it."""
         return math.prod(self.shape)
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers of the model it stands for: a packed byte holds two, and factors of blocks are none."""
+        return 0 if self.param.endswith(".scales") else self.numbers * (2 if self.dtype == "uint8" else 1)
+
     def parts(self, mesh: MeshShape) -> int:
         """Into how many parts a mesh splits it."""
         return parts(self.axes, self.shape, mesh)
@@ -88,7 +93,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Number of weights."""
-        return sum(weight.numbers for weight in self.weights)
+        return sum(weight.parameters for weight in self.weights)
 
     def kind(self, weight: WeightShape) -> str:
         """What a weight is for, in a word or two: by its place in the tree and its axes."""

@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jaxserve import cli, launch
 from jaxserve.cli import running
 from jaxserve.config import load, tuned_environment
+
+FLAGSHIP = Path(__file__).parents[2] / "configs" / "qwen3.6-35b-a3b"
 
 
 def run(capsys, *arguments: str, code: int = 0) -> str:
@@ -31,6 +34,24 @@ def test_plan(capsys, toy):
     output = run(capsys, "plan")
     assert "cache, pool 2x64" in output
     assert "programs: 3" in output
+
+
+def test_plan_of_what_is_not_here(capsys, toy):
+    flags = ["plan", "--config-json", f"{FLAGSHIP}.json", "--config", f"{FLAGSHIP}-8xh100.yaml"]
+    output = run(capsys, *flags, "--device", "8xh100")
+    assert "on each of 8 devices (expert x tensor 4x2)" in output
+    assert "  experts " in output
+    output = run(capsys, *flags, "--where")
+    assert [line.split()[0] for line in output.splitlines()] == [
+        "HARDWARE",
+        "1xh200",
+        "8xh100",
+        "v5e-8",
+        "v6e-8",
+        "v5p-16",
+    ]
+    assert cli.run([*flags, "--device", "h100"]) == 78
+    assert "there is 1" in capsys.readouterr().err
 
 
 def test_plan_that_does_not_fit(capsys, toy):

@@ -20,3 +20,10 @@ def test_programs_are_kept_by_version_of_jax(tmp_path):
         device.configure_jax(EngineConfig(compilation_cache=None))
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_devices_of_a_cpu_share_its_memory(monkeypatch):
+    alone = device.this_machine()
+    assert (alone.name, alone.devices, alone.memory) == ("cpu", 1, device.memory_bytes())
+    monkeypatch.setattr(device.jax, "local_devices", lambda: jax.devices() * 4)
+    assert device.memory_bytes() == alone.memory // 4

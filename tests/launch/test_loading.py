@@ -14,7 +14,8 @@ from jaxserve.config import Pool
 from jaxserve.decode import jitted
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import CheckpointError, PlanError
-from jaxserve.launch.loading import LoadedModel, load_model, plan, read_config
+from jaxserve.launch.loading import LoadedModel, load_model
+from jaxserve.launch.planning import plan, read_config
 from tests.launch.conftest import NAME, configured
 
 

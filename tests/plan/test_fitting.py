@@ -10,7 +10,7 @@ import pytest
 from jaxserve.axes import MeshShape
 from jaxserve.config import Pool
 from jaxserve.errors import PlanError
-from jaxserve.plan import CacheShape, best_mesh, fits_where
+from jaxserve.plan import CacheShape, WeightShape, best_mesh, fits_where
 from tests.plan.toys import MIXED, SHAPE, planned
 
 WIDE = dataclasses.replace(SHAPE, cache=(CacheShape(per_position=4096),))
@@ -45,13 +45,13 @@ def test_the_nearest_fits_and_one_slot_more_does_not():
 
 def test_a_larger_mesh_is_named_where_only_that_helps():
     pool = Pool(2, 128)
-    alone = planned(pool, shape=MIXED).total_bytes
-    memory = int(alone * 0.9)
-    message = refused(pool, shape=MIXED, memory=memory)
+    heavy = dataclasses.replace(MIXED, weights=(*MIXED.weights, WeightShape("head", (1 << 20, 64), ("vocab", "model"))))
+    memory = int(planned(pool, shape=heavy).total_bytes * 0.9)
+    message = refused(pool, shape=heavy, memory=memory)
     expert, tensor, devices = map(int, re.search(r"x tensor (\d)x(\d), of (\d) devices", message).groups())
     assert expert * tensor == devices > 1
-    planned(pool, shape=MIXED, memory=memory, mesh=MeshShape(expert, tensor), devices=devices)
-    message = refused(pool, shape=MIXED, memory=memory, devices=8)
+    planned(pool, shape=heavy, memory=memory, mesh=MeshShape(expert, tensor), devices=devices)
+    message = refused(pool, shape=heavy, memory=memory, devices=8)
     assert re.search(r"x tensor \dx\d$", message)  # they are there
 
 

@@ -1,0 +1,92 @@
+"""Plans for models that are not here, for machines that are not here, and for this one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxserve.config import Config, EngineConfig, MeshConfig, ModelConfig, Pool, load
+from jaxserve.errors import CheckpointError, ConfigError, PlanError
+from jaxserve.launch.planning import FORCED, plan, where
+from jaxserve.plan import Hardware
+from jaxserve.testing import TINY
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FLAGSHIP = CONFIGS / "qwen3.6-35b-a3b.json"
+DEPLOYED = sorted(CONFIGS.glob("qwen3.6-35b-a3b-*.yaml"))
+
+
+def configured(**engine) -> Config:
+    return Config(model=ModelConfig(dtype="float32"), engine=EngineConfig(**{"pools": (Pool(2, 64),)} | engine))
+
+
+@pytest.fixture
+def tiny_json(tmp_path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def test_a_config_or_its_folder_is_enough(tiny_json):
+    planned = plan(configured(), tiny_json)
+    assert plan(configured(), tiny_json.parent) == planned
+    assert planned.model.vocab_size == TINY["vocab_size"]
+    with pytest.raises(CheckpointError, match="is missing"):
+        plan(configured(), tiny_json.with_name("other.json"))
+    with pytest.raises(CheckpointError, match="is missing"):
+        plan(configured(), CONFIGS)
+
+
+def test_it_is_for_the_hardware_that_is_named(tiny_json):
+    planned = plan(configured(), tiny_json, "v5p-16")
+    assert (planned.devices, planned.memory_limit) == (8, 95 * 10**9)
+    with pytest.raises(ConfigError, match="no device is called 'abacus'"):
+        plan(configured(), tiny_json, "abacus")
+
+
+def test_the_compiler_is_asked(tiny_json):
+    estimated, compiled = plan(configured(), tiny_json), plan(configured(), tiny_json, compiled=True)
+    assert 0 < compiled.workspace_bytes <= estimated.workspace_bytes
+    assert "workspace (compiled)" in compiled.describe()
+    assert "workspace (estimate)" in estimated.describe()
+    config = Config(
+        model=ModelConfig(dtype="float32"), engine=EngineConfig(pools=(Pool(2, 64),)), mesh=MeshConfig(expert=8)
+    )
+    with pytest.raises(PlanError, match=f"{FORCED}=8"):
+        plan(config, tiny_json, "8xh100", compiled=True)
+
+
+def test_a_mesh_needs_its_devices(tiny_json, monkeypatch):
+    monkeypatch.setattr("jaxserve.launch.planning.this_machine", lambda: Hardware("cpu", 1, 2**34))
+    config = Config(engine=EngineConfig(pools=(Pool(2, 64),)), mesh=MeshConfig(tensor=2))
+    with pytest.raises(PlanError, match="takes 2 devices, there is 1"):
+        plan(config, tiny_json)
+
+
+@pytest.mark.parametrize("file", DEPLOYED, ids=lambda file: file.stem)
+def test_each_deployment_of_the_flagship_fits_its_hardware(file):
+    """And takes what it is told to: with twice the slots it would not."""
+    device = file.stem.removeprefix(FLAGSHIP.stem + "-")
+    config = load(file, environ={}).config
+    planned = plan(config, FLAGSHIP, device)
+    assert planned.mesh.devices == planned.devices
+    assert 34.6e9 < planned.model.parameters < 34.7e9
+    assert planned.weight_bytes * planned.devices == pytest.approx(69.3e9, rel=0.01)
+    assert planned.total_bytes > planned.usable_bytes / 2
+
+
+def test_one_that_does_not_fit_is_told_the_nearest_that_does():
+    config = load(CONFIGS / "qwen3.6-35b-a3b-1xh200.yaml", environ={}).config
+    with pytest.raises(
+        PlanError, match=r"needs 7\d\.\d+ GiB .* nearest that fits: a mesh of expert x tensor 2x1, of 2"
+    ):
+        plan(config, FLAGSHIP, "h100")
+
+
+def test_what_of_it_fits_where():
+    head, *rows = where(load(CONFIGS / "qwen3.6-35b-a3b-8xh100.yaml", environ={}).config, FLAGSHIP)
+    fits = {row[0]: row[head.index("FITS")] for row in rows}
+    assert fits["8xh100"] == fits["v5p-16"] == "yes"
+    assert fits["1xh200"] == fits["v5e-8"] == "no"
