@@ -38,6 +38,7 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
+_NEEDS_SCALE: Final = frozenset({"float8_e4m3fn", "float8_e5m2"})
 DTYPE_CHOICES: Final = ("auto", *DTYPES, "source")
 _PIECE_BYTES: Final = 8 << 20  # of a leaf that is converted and checked at once
 _CHUNK_BYTES: Final = 64 << 20  # of one stored file: bounds what a shard's reader takes in beyond its shard
@@ -140,9 +141,8 @@ def _match(
     for name, uses in by_source.items():
         for _, piece in uses:
             shape = table[name].shape
-            part = shape if piece.rows is None else (piece.rows[1] - piece.rows[0], *shape[1:])
-            whole = piece.rows is None or piece.rows[1] <= shape[0]
-            if not (whole and _same_rows(part, piece.shape)):
+            part = piece.part(shape)
+            if part is None or not _same_rows(part, piece.shape):
                 raise CheckpointError(f"Tensor {name} has shape {shape}, its configuration calls for {piece.shape}.")
     return by_source
 
@@ -166,6 +166,11 @@ def _leaf(rule: Rule, table: Mapping[str, Tensor], dtype: str) -> LeafEntry:
         if whole != packed:
             wanted = "packed bytes" if packed else "a floating number"
             raise CheckpointError(f"Tensor {source} holds {table[source].dtype.name}, a weight must be {wanted}.")
+        # A number of eight bits means nothing without its scale: it is never made here, nor taken for a number.
+        found = table[source].dtype.name
+        if found != rule.dtype and _NEEDS_SCALE & {found, rule.dtype}:
+            wanted = rule.dtype or "a wider number: its configuration names no quantisation"
+            raise CheckpointError(f"Tensor {source} holds {found}, this weight must be {wanted}.")
     own = rule.dtype or (_widest(table[source].dtype for source in sources) if dtype == "source" else dtype)
     return LeafEntry(rule.param, rule.shape, own)
 

@@ -21,8 +21,9 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.cache import Cache
 from jaxserve.models.decoder import Decoder, DecoderConfig
 from jaxserve.models.hf_fields import check_sizes
-from jaxserve.models.weights import Rule
-from jaxserve.plan import ModelShape
+from jaxserve.models.quant import Quantisation, pack, quantisation_from_hf
+from jaxserve.models.weights import Piece, Rule
+from jaxserve.plan import ModelShape, WeightShape
 
 MODEL_TYPE = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -35,22 +36,37 @@ class Family:
         config: shapes and switches.
         ignored: prefixes of source tensors that carry no weight of this model.
         nested: it is the text model of one with other senses, whose files may name its tensors otherwise.
+        quantisation: how the weights are held; ``None`` holds plain numbers.
+        translate: from a piece as Llama's files hold it to one as this family's files do, where they name or join
+            tensors in a way of their own.
     """
 
     config: DecoderConfig
     ignored: tuple[str, ...] = ()
     nested: bool = False
+    quantisation: Quantisation | None = None
+    translate: Callable[[Piece], Piece] | None = None
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """Every weight and where it comes from."""
+        if self.quantisation is None:
+            return self.plain_rules
+        return tuple(leaf for one in self.plain_rules for leaf in self.quantisation.leaves(one))
+
+    @cached_property
+    def plain_rules(self) -> tuple[Rule, ...]:
+        """The same as if files held plain numbers."""
         rules = self.config.rules()
+        if self.translate is not None:
+            rules = tuple(one.translated(self.translate) for one in rules)
         return tuple(one.also_named(_behind_model, _before_model) for one in rules) if self.nested else rules
 
     @cached_property
     def shape(self) -> ModelShape:
         """What the plan needs to know."""
-        return self.config.shape
+        weights = tuple(WeightShape(one.param, one.shape, one.axes, one.dtype) for one in self.rules)
+        return dataclasses.replace(self.config.shape, weights=weights)
 
     def empty_cache(self, slots: int, positions: int, dtype: DTypeLike) -> Cache:
         """A cache with nothing in it."""
@@ -58,7 +74,10 @@ class Family:
 
     def build(self, dtype: DTypeLike, rngs: nnx.Rngs) -> Decoder:
         """Makes the module, e.g. ``build(jnp.bfloat16, nnx.Rngs(0))``."""
-        return Decoder(self.config, dtype=dtype, rngs=rngs)
+        decoder = Decoder(self.config, dtype=dtype, rngs=rngs)
+        if self.quantisation is not None:
+            pack(decoder, self.plain_rules, self.quantisation, dtype)
+        return decoder
 
     def graphdef(self, dtype: DTypeLike) -> nnx.GraphDef[Decoder]:
         """The module's structure without its weights: merge it with a parameter tree to get the module."""
@@ -116,7 +135,7 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     try:
         check_sizes(hf)
         with np.errstate(all="ignore"):
-            return reader(hf)
+            return dataclasses.replace(reader(hf), quantisation=quantisation_from_hf(hf))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise CheckpointError(f"config.json does not describe such a model ({reason})") from error
