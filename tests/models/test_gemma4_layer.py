@@ -46,15 +46,13 @@ def test_layers_inputs_are_made_of_the_token_and_of_its_embedding():
     np.testing.assert_allclose(found, (own + projected) / np.sqrt(2), atol=1e-5)
 
 
-# What each scale and table is, seen by what happens without it; the goldens are another engine's.
+# What each part is for, seen by what happens without it; the goldens are another engine's.
 MISTAKES = {
-    "scale of experts": ("gemma4_moe", "router.per_expert_scale", np.ones_like),
-    "scale of the router": ("gemma4_moe", "router.scale", np.ones_like),
-    "scale of layers": ("gemma4", "layer_scalar", np.ones_like),
     "norm of the dense part": ("gemma4_moe", "post_feedforward_layernorm_1.weight", np.ones_like),
     "norm before the experts": ("gemma4_moe", "pre_feedforward_layernorm_2.weight", np.ones_like),
-    "embeddings of layers": ("gemma4_ple", "embed_tokens_per_layer.weight", np.zeros_like),
+    "norm behind the experts": ("gemma4_moe", "post_feedforward_layernorm_2.weight", np.ones_like),
     "gate of layers' embeddings": ("gemma4_ple", "per_layer_input_gate.weight", np.zeros_like),
+    "norm behind layers' embeddings": ("gemma4_ple", "post_per_layer_input_norm.weight", np.ones_like),
 }
 
 

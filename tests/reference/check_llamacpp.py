@@ -1,9 +1,9 @@
-"""Ask llama.cpp (through the xllamacpp package) for the ids of smollm2_tokenizer.json.gz and print where it disagrees.
+"""Ask llama.cpp (through the xllamacpp package) for the ids of a tokenizer's reference and print where it disagrees.
 
 Two tokenizers written apart that agree on 2,000 hostile strings are worth more than one. Needs an environment with
 xllamacpp and the GGUF file:
 
-    python tests/reference/check_llamacpp.py SmolLM2-135M-Instruct.Q4_1.gguf
+    python tests/reference/check_llamacpp.py SmolLM2-135M-Instruct.Q4_1.gguf smollm2_tokenizer.json.gz
 """
 
 import gzip
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xllamacpp
 
-FILE = Path(__file__).parent / "smollm2_tokenizer.json.gz"
+FOLDER = Path(__file__).parent
 
 
 def ids(address: str, text: str, *, special: bool) -> list[int]:
@@ -26,13 +26,13 @@ def ids(address: str, text: str, *, special: bool) -> list[int]:
     return found
 
 
-def main(path: str) -> None:
+def main(path: str, name: str) -> None:
     """Compare every text, with special tokens recognised and without."""
     params = xllamacpp.CommonParams()
     params.model.path = path
     params.n_ctx, params.n_parallel, params.port = 256, 1, 0
     server = xllamacpp.Server(params)
-    reference = json.loads(gzip.decompress(FILE.read_bytes()))
+    reference = json.loads(gzip.decompress((FOLDER / name).read_bytes()))
     different = 0
     for index, (text, special) in enumerate(zip(reference["texts"], reference["ids"], strict=True)):
         plain = reference["plain"].get(str(index), special)
@@ -45,4 +45,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -1,9 +1,9 @@
-"""Write the tokenizer references: SmolLM2's ids, and two small tokenizers trained on corpus.txt with theirs.
+"""Write the tokenizer references: SmolLM2's and Gemma 3's ids, and two small tokenizers trained on corpus.txt.
 
-Knows the tokenizers and sentencepiece libraries, which are the definition of what they compute; SmolLM2's tokenizer
-is stated by hand in gguf_tokenizer.py. Needs the GGUF file for the first of the three:
+Knows the tokenizers and sentencepiece libraries, which are the definition of what they compute; SmolLM2's and Gemma 3's
+tokenizers are stated by hand in gguf_tokenizer.py. Makes those of the two whose GGUF files are named:
 
-    python -m tests.reference.make_tokenizer SmolLM2-135M-Instruct.Q4_1.gguf
+    python -m tests.reference.make_tokenizer SmolLM2-135M-Instruct.Q4_1.gguf gemma-3-270m-q4_k_m.gguf
 """
 
 import gzip
@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from tests.reference.fuzz import strings
-from tests.reference.gguf_tokenizer import smollm2
+from tests.reference.gguf_llama import value
+from tests.reference.gguf_tokenizer import Scored, smollm2
 
 FOLDER = Path(__file__).parent
 CORPUS = (FOLDER / "corpus.txt").read_text("utf-8").splitlines()
@@ -86,6 +87,24 @@ def write_smollm2(path: Path) -> None:
     reader = gguf.GGUFReader(path)
     found = goldens(smollm2(reader), smollm2(reader, special=False), strings(1, TEXTS))
     write(FOLDER / "smollm2_tokenizer.json.gz", found)
+
+
+def write_gemma3(path: Path) -> None:
+    """gemma3_tokenizer.json.gz; no single bytes are decoded, because the library reads each broken one apart."""
+    tokenizer = Scored(gguf.GGUFReader(path))
+    texts = strings(4, TEXTS)
+    ids = [tokenizer.encode(text) for text in texts]
+    plain = {str(i): tokenizer.encode(text, special=False) for i, text in enumerate(texts)}
+    whole = [i for i in range(tokenizer.size) if not tokenizer.processor.is_byte(i)]
+    rng = random.Random(14)
+    lists = [[rng.choice(whole) for _ in range(rng.randint(1, 12))] for _ in range(DECODES)]
+    found = {
+        "texts": texts,
+        "ids": ids,
+        "plain": {i: line for i, line in plain.items() if line != ids[int(i)]},
+        "decode": [[line, tokenizer.decode(line)] for line in lists],
+    }
+    write(FOLDER / "gemma3_tokenizer.json.gz", found)
 
 
 def write_sentencepiece() -> None:
@@ -174,4 +193,6 @@ def write_bpe() -> None:
 if __name__ == "__main__":
     write_sentencepiece()
     write_bpe()
-    write_smollm2(Path(sys.argv[1]))
+    for name in sys.argv[1:]:
+        kind = value(gguf.GGUFReader(name), "general.architecture")
+        {"llama": write_smollm2, "gemma3": write_gemma3}[kind](Path(name))

@@ -12,9 +12,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
 
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
+from jaxserve.text.backend import SPACE_MARK
 from jaxserve.text.folder import SpecialIds, read_folder
+from jaxserve.text.sentencepiece_backend import USER_DEFINED, SentencePieceBackend
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tokenizers_backend import TokenizersBackend
 from tests.text.samples import CONTROLS, REFERENCE
@@ -49,6 +52,32 @@ def test_the_real_reference(smollm2, real_golden):
     tokenizer = Tokenizer.load(smollm2 / "tokenizer")
     assert check_reference(tokenizer, real_golden) == 0
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.adds_bos) == (1, (2, 0), False)
+
+
+@pytest.mark.gated
+def test_the_real_reference_of_scored_pieces(gemma3):
+    with gzip.open(REFERENCE / "gemma3_tokenizer.json.gz") as file:
+        golden = json.load(file)
+    tokenizer = Tokenizer.load(gemma3 / "tokenizer")
+    assert len(golden["texts"]) == 2000
+    assert check_reference(tokenizer, golden) == 0
+    assert (tokenizer.bos_id, tokenizer.eos_ids[0], tokenizer.adds_bos) == (2, 1, True)
+    assert tokenizer.vocab_size == 262_144, "as many as the embedding has rows: the file has a word for images, too"
+    assert max(tokenizer.encode("<image_soft_token>", parse_special=True)) < 262_144
+
+
+@pytest.mark.gated
+def test_the_real_reference_sees_spaces_left_as_they_are(gemma3):
+    """Runs of spaces are words of the vocabulary, which files write unmarked."""
+    with gzip.open(REFERENCE / "gemma3_tokenizer.json.gz") as file:
+        golden = json.load(file)
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString((gemma3 / "tokenizer" / "tokenizer.model").read_bytes())
+    for piece in proto.pieces:
+        if piece.type == USER_DEFINED:
+            piece.piece = piece.piece.replace(SPACE_MARK, " ")
+    wrong = Tokenizer(SentencePieceBackend(proto.SerializeToString()), SpecialIds())
+    assert check_reference(wrong, golden) > 100
 
 
 @pytest.mark.model
