@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test rigs check bench simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain tables constraints python
+.PHONY: setup serve test rigs check bench simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain matrix tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
@@ -73,6 +73,11 @@ probes: $(VENV)/.dev                 ## engine hung, stopped, killed; loop block
 
 drain: $(VENV)/.dev                  ## SIGTERM in the middle of 32 streams, 20 times: nothing may be lost
 	$(VENV)/bin/python -m tests.rigs.drain $(ARGS)
+
+matrix: $(VENV)/.dev                 ## which families are tested in which ways: runs the tests that say so
+	$(VENV)/bin/pytest -q -m supports --junitxml=.cache/matrix.xml $(ARGS)
+	$(VENV)/bin/python -m tests.house.matrix .cache/matrix.xml
+	$(MAKE) tables
 
 tables: $(VENV)/.dev                 ## writes the README's tables anew from the code
 	$(VENV)/bin/python -m tests.house.tables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +25,23 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 hypothesis.settings.register_profile("house", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("house")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not name
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "supports" in getattr(item, "fixturenames", ()):
+            item.add_marker("supports")
+
+
+@pytest.fixture
+def supports(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """For tests to say, at their end, that a family is tested (or "refused") in a column of the support matrix."""
+
+    def say(model_type: str, column: str, value: str = "tested") -> None:
+        record_property("supports", f"{model_type}|{column}|{value}")
+
+    return say
 
 
 @pytest.fixture(scope="session")

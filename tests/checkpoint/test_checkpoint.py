@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,8 +17,9 @@ from jaxserve.checkpoint.restore import restore
 from jaxserve.checkpoint.safetensors import SafetensorsFolder
 from jaxserve.checkpoint.store import Store
 from jaxserve.errors import CheckpointError
-from jaxserve.models.family import family_of
-from jaxserve.models.weights import abstract
+from jaxserve.models.family import Family, family_of
+from jaxserve.models.weights import abstract, nest
+from tests.models import tiny_checkpoints
 
 
 def load(published: Published) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -44,21 +44,29 @@ def test_control_a_file_of_unpermuted_rows_is_another_model(uncaged, tmp_path, p
     assert not same(load(published)[1], load(convert(path, Store(tmp_path / "store"), "tiny"))[1])
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen2", "mistral", "llama31", "llama_tied"])
-def test_every_family_is_filled_from_what_its_authors_library_writes(tmp_path, case):
-    for name in ("content", "scratch"):
-        (tmp_path / name).mkdir()
-    source = SafetensorsFolder(Path(__file__).parents[1] / "reference" / "tiny" / case)
+@pytest.mark.parametrize("case", tiny_checkpoints.CASES)
+def test_every_family_is_filled_from_what_its_authors_library_writes(tmp_path, case, supports):
+    content, scratch = tmp_path / "content", tmp_path / "scratch"
+    content.mkdir()
+    scratch.mkdir()
+    source = SafetensorsFolder(tiny_checkpoints.FOLDER / case)
     family = family_of(source.hf_config())
-    leaves = write_parameters(
-        source, family.rules, family.ignored, "auto", tmp_path / "content", tmp_path / "scratch", silent
-    )
-    shapes = {rule.param: rule.shape for rule in family.rules}
-    assert {leaf.path: leaf.shape for leaf in leaves} == shapes
+    leaves = write_parameters(source, family.rules, family.ignored, "auto", content, scratch, silent)
+    assert {leaf.path: leaf.shape for leaf in leaves} == {rule.param: rule.shape for rule in family.rules}
+    written = restore(content, abstract(family.rules, jnp.float32))
+    assert same(written, nest(tiny_checkpoints.leaves(family, tiny_checkpoints.tensors(case))))
     with pytest.raises(CheckpointError, match="does not call for"):
-        write_parameters(
-            source, family.rules[1:], family.ignored, "auto", tmp_path / "content", tmp_path / "scratch", silent
-        )
+        write_parameters(source, family.rules[1:], family.ignored, "auto", content, scratch, silent)
+    model_type = tiny_checkpoints.config(case)["model_type"]
+    supports(model_type, "Hugging Face")
+    for form in quantised(family):
+        supports(model_type, form)
+
+
+def quantised(family: Family) -> list[str]:
+    """Forms of few bits in which leaves lie in memory."""
+    names = {"float8_e4m3fn": "FP8", "uint8": "MXFP4"}
+    return sorted({names[str(rule.dtype)] for rule in family.rules if str(rule.dtype) in names})
 
 
 def test_silence_is_a_progress():

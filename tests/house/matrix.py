@@ -1,0 +1,82 @@
+"""Which families are tested in which ways: read from a run of the tests, kept in support.json, shown in the README.
+
+A test that shows something of a family says so with the fixture ``supports``; `make matrix` runs these tests and then
+`python -m tests.house.matrix REPORT`, the report being pytest's JUnit file. A run in which one of them fails, or does
+not run, changes nothing. What no test says is untested.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+FILE = Path(__file__).with_name("support.json")
+FAMILIES = Path(__file__).resolve().parents[2] / "jaxserve" / "models"
+UNTESTED = "untested"
+VALUES = ("tested", "refused")
+# What a cell of each column means.
+COLUMNS = {
+    "Hugging Face": "its files, as transformers or a hub writes them, become the model's leaves",
+    "GGUF": "the same of llama.cpp's files",
+    "whole pass": "logits of the uncached pass are those of transformers, within 1e-4 in float32",
+    "chunks": "the same after prompts read in padded chunks, in at least three ways",
+    "steps": "the same at every single cached step; greedy tokens are the same",
+    "engine": "requests in company get the tokens that they get alone",
+    "8 devices": "sharded over meshes of 8 devices as unsharded, within 1e-5",
+    "FP8": "files with 8-bit floats in blocks of 128 x 128, packed in memory",
+    "MXFP4": "files with 4-bit floats in blocks of 32, packed in memory",
+    "real weights": "a trained model gives another engine's numbers",
+}
+
+
+def families() -> list[str]:
+    """Every family that can be read: a ``model_type`` of ``config.json``."""
+    return sorted(path.stem for path in FAMILIES.glob("*.py") if "\ndef family(" in path.read_text())
+
+
+def found(report: Path) -> dict[str, dict[str, str]]:
+    """What the tests of a run showed: family, column, value.
+
+    Raises:
+        SystemExit: a test that failed or was skipped, or one that says what has no place in the table.
+    """
+    seen: dict[str, dict[str, str]] = {}
+    known = set(families())
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if any(case.find(kind) is not None for kind in ("failure", "error", "skipped")):
+            raise SystemExit(f"{name} did not pass")
+        for entry in case.iter("property"):
+            if entry.get("name") != "supports":
+                continue
+            family, column, value = str(entry.get("value")).split("|")
+            if family not in known or column not in COLUMNS or value not in VALUES:
+                raise SystemExit(f"{name} says {entry.get('value')!r}, which has no place in the table")
+            if seen.setdefault(family, {}).setdefault(column, value) != value:
+                raise SystemExit(f"{name} contradicts another test on {column} of {family}")
+    return {family: dict(sorted(seen[family].items())) for family in sorted(seen)}
+
+
+def render(support: dict[str, dict[str, str]]) -> str:
+    """The table in Markdown."""
+    lines = [f"| `model_type` | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
+    for family in families():
+        cells = (support.get(family, {}).get(column, UNTESTED) for column in COLUMNS)
+        lines.append(f"| `{family}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def support_table() -> str:
+    """The table of what was kept."""
+    return render(json.loads(FILE.read_text()))
+
+
+def main(report: str) -> None:
+    """Keeps what a run showed."""
+    FILE.write_text(json.dumps(found(Path(report)), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
