@@ -14,6 +14,7 @@ from jaxserve import errors
 from jaxserve.cli import cli
 from jaxserve.config import config_table
 from jaxserve.server.openai import TABLE
+from tests.house.matrix import support_table
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -79,6 +80,7 @@ TABLES = {
     "Commands": commands_table,
     "Settings": config_table,
     "Errors": errors_table,
+    "Families": support_table,
     "Reliability": reliability_table,
 }
 
