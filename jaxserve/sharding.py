@@ -51,3 +51,10 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> Na
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on each device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def held(x: jax.Array, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> jax.Array:
+    """The same array, of which a program that is traced for a mesh may move no part: see ``spec``."""
+    if axis_size("expert") * axis_size("tensor") == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(axes, x.shape if shape is None else shape))

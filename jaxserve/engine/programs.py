@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxserve.decode import jitted
 from jaxserve.decode.sampling import SamplingRows
@@ -22,7 +22,7 @@ from jaxserve.decode.step import Control, DecodeState, Emission, Strategy, empty
 from jaxserve.engine.device import Progress
 from jaxserve.engine.rows import RowTable
 from jaxserve.errors import DeviceFault
-from jaxserve.models.cache import entry_axes
+from jaxserve.models.cache import entry_split, heads_of
 from jaxserve.models.family import Family
 from jaxserve.plan import Plan, Program
 from jaxserve.sharding import replicated, sharding, under
@@ -176,15 +176,16 @@ class Programs:
     def _places(self, pool: int) -> Any:
         """Where each leaf of a pool's state lies: the cache split by heads, the rest whole on each device."""
         assert self._mesh is not None
-        mesh, layers = self._mesh, self._family.shape.cache
-
-        def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            if path[0].name != "cache":
-                return replicated(mesh)
-            heads = layers[path[2].idx].heads  # a leaf may have a multiple of them
-            return sharding(mesh, entry_axes(leaf.ndim), (leaf.shape[0], heads, *leaf.shape[2:]))
-
-        return jax.tree.map_with_path(place, jax.eval_shape(lambda: self._empty(pool)))
+        mesh = self._mesh
+        state = jax.eval_shape(lambda: self._empty(pool))
+        heads = heads_of(state.cache.layers)
+        split = [
+            sharding(mesh, *entry_split(leaf, count))
+            for layer, count in zip(state.cache.layers, heads, strict=True)
+            for leaf in jax.tree.leaves(layer)
+        ]
+        places, whole = iter(split), replicated(mesh)
+        return jax.tree.map_with_path(lambda path, _: next(places) if path[0].name == "cache" else whole, state)
 
     def _trace(self, program: Program) -> jax.stages.Traced:
         function, arguments, static = self._call(program)

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxserve.pytree import pytree, static
+from jaxserve.sharding import held
 
 # Up to this many positions are put into a ring one by one; of more, the whole ring is rewritten.
 FEW_POSITIONS = 16
@@ -117,6 +118,9 @@ def write(
     it does not know comes after every read and works in place. Elsewhere a scatter, all rows at once.
     """
 
+    heads = heads_of(cache.layers)
+    fresh = tuple(map(in_place, fresh, heads))
+
     def one_by_one(layers: tuple[Any, ...]) -> tuple[Any, ...]:
         def put_row(r: Int[Array, ""], layers: tuple[Any, ...]) -> tuple[Any, ...]:
             return _each(lambda layer, new: layer.put(new, r, row, start, count), layers, fresh)
@@ -128,7 +132,15 @@ def write(
         return _each(lambda layer, new: layer.put_all(new, row, start, count), layers, fresh)
 
     layers = jax.lax.platform_dependent(cache.layers, cpu=one_by_one, default=at_once)
-    return Cache(layers, cache.length, cache.slots)
+    return Cache(tuple(map(in_place, layers, heads)), cache.length, cache.slots)
+
+
+def in_place(layer: Any, heads: int) -> Any:
+    """A layer's cache or fresh entries, which a program for a mesh may move nowhere.
+
+    XLA would split a cache in a loop the way it splits queries and new entries, and gather all of it behind the loop.
+    """
+    return jax.tree.map(lambda leaf: held(leaf, *entry_split(leaf, heads)), layer)
 
 
 def _each(put: Callable[[Any, Any], Any], layers: tuple[Any, ...], fresh: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -144,9 +156,17 @@ def entries(slots: int, heads: int, positions: int, size: int, dtype: DTypeLike)
     return jnp.zeros((slots, heads, positions, size), jnp.uint16 if dtype == jnp.bfloat16 else dtype)
 
 
-def entry_axes(axes: int) -> tuple[str | None, ...]:
-    """Logical axes of a layer cache's leaf that has so many: over a mesh it is split by heads, if it can be."""
-    return (None, "kv_heads", *(None for _ in range(axes - 2)))
+def heads_of(layers: tuple[Any, ...]) -> tuple[int, ...]:
+    """Of each layer the number of key heads among which its cache is split over a mesh, if it can be.
+
+    A leaf of a layer may have a multiple of them.
+    """
+    return tuple(min((leaf.shape[1] for leaf in jax.tree.leaves(layer)), default=1) for layer in layers)
+
+
+def entry_split(leaf: Any, heads: int) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
+    """Logical axes of a leaf of a layer's cache, and the sizes that decide how it is split."""
+    return (None, "kv_heads", *(None for _ in leaf.shape[2:])), (leaf.shape[0], heads, *leaf.shape[2:])
 
 
 def ring_size(window: int, positions: int, key_block: int) -> int | None:

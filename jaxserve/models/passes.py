@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.models.cache import Cache
+from jaxserve.models.cache import Cache, heads_of, in_place
 from jaxserve.models.rope import Rope
 
 
@@ -59,7 +59,10 @@ class Pass:
 
     def cached(self, layer: int) -> Any:
         """What a layer has kept of earlier passes; ``None`` in the whole-sequence pass."""
-        return None if self._cache is None else self._cache.layers[layer]
+        if self._cache is None:
+            return None
+        kept = self._cache.layers[layer]
+        return in_place(kept, *heads_of((kept,)))
 
     def keep(self, layer: int, keys_and_values: tuple[Array, Array]) -> None:
         """Remembers a layer's new keys and values, for itself and for later layers that share them."""

@@ -21,6 +21,9 @@ from jaxserve.models.passes import Pass
 from jaxserve.models.rope import Rope, rotate
 from jaxserve.models.weights import Piece, Rule, rule
 from jaxserve.plan import CacheShape
+from jaxserve.sharding import held
+
+_SPLIT = (None, None, "kv_heads", None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +148,7 @@ class SelfAttention(nnx.Module):
         """Mixes positions; returns the output and the block's own entries ``[b, k, t, h]``."""
         config, (b, t) = self.config, x.shape[:2]
         group, gates, keys, _ = config.parts
-        both = self.qkv(x)
+        both = held(self.qkv(x), _SPLIT)
         q = both[:, :, :, :group].reshape(b, t, -1, config.head_size)
         q = q if self.q_norm is None else self.q_norm(q)
         q = q if config.rope is None else rotate(q, *run.rotation(config.rope, x.dtype))
@@ -164,6 +167,9 @@ class SelfAttention(nnx.Module):
             key_block=min(run.key_block, config.window) if ring and config.window else run.key_block,
             sinks=None if self.sinks is None else self.sinks[...].reshape(-1),
         )
+        # Over a mesh by key heads first, as the cache is, or the cache would follow the split of the output map.
+        out = held(out, _SPLIT[:4], (b, t, config.kv_heads, config.head_size))
+        out = held(out, (None, None, "heads", None))
         if gates:
             out = out * jax.nn.sigmoid(both[:, :, :, group : group + gates].reshape(out.shape))
         fresh = None if not keys else Ring(k, v) if ring else KV(k, v)

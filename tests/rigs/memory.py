@@ -46,7 +46,7 @@ QUICK = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6,
 
 def config_of(size: dict[str, int]) -> dict[str, Any]:
     """A model of Llama's shape."""
-    heads = {"num_attention_heads": size["hidden_size"] // 64, "num_key_value_heads": 8, "head_dim": 64}
+    heads = {"num_attention_heads": size["hidden_size"] // 64, "num_key_value_heads": 2, "head_dim": 64}
     rest = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     return {"model_type": "llama", "rope_theta": 10_000.0, **size, **heads, **rest}
 

@@ -37,6 +37,7 @@ from tests.rigs import verdict
 from tests.rigs.mesh_models import MODELS
 
 MESHES = (MeshShape(1, 8), MeshShape(2, 4), MeshShape(4, 2), MeshShape(8, 1))
+SMALL = 2048  # numbers: a weight of that many may be gathered, the step's own arrays are as large
 TOLERANCE = 1e-5  # of the largest number compared, and at least of 1
 SLOTS, LENGTH, BUCKETS, STEPS = 4, 64, (16, 32), 3
 PREFILL, RUN = Program("prefill", 0, 16), Program("run", 0)
@@ -180,7 +181,7 @@ def gathered_weights(executable: jax.stages.Compiled, family: Family, mesh: Mesh
     sizes = set()
     for rule in family.rules:
         whole = math.prod(rule.shape)
-        if parts(rule.axes, rule.shape, mesh) > 1 and len(rule.shape) > 1:
+        if parts(rule.axes, rule.shape, mesh) > 1 and whole > SMALL:
             sizes.add(whole)
             if "experts" in rule.axes and len(rule.shape) > 2:
                 sizes |= {whole // count for count in (2, 4, 8) if count <= mesh.devices}
