@@ -16,11 +16,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxserve.checkpoint.gguf_recurrent import NAMES, PLAIN_NORM, WHOLE_NAMES, Undo, ValueHeads
 from jaxserve.errors import CheckpointError
 
 ROPE_DIVISORS: Final = "rope_freqs.weight"  # one divisor per frequency: configuration, not a weight
 _NO_TOKEN: Final = 0xFFFFFFFF
 _BLOCK_NAME: Final = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_]+)\.(weight|bias)")
+_ANY_BLOCK: Final = re.compile(r"blk\.(\d{1,4})\.(.+)")
 
 _TOP_NAMES: Final = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -63,6 +65,10 @@ class _Fields:
             raise self.fail(f"metadata '{self.prefix}.{key}' is {_brief(value)}, not a positive whole number")
         return value
 
+    def count(self, key: str) -> int:
+        """As an integer, but it may be 0, and is if it is not there."""
+        return self.integer(key) if self.metadata.get(f"{self.prefix}.{key}", 0) != 0 else 0
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self.metadata.get(f"{self.prefix}.{key}", default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
@@ -88,6 +94,7 @@ class _Kind:
         names: block tensors, GGUF to Hugging Face.
         permutes: query and key rows are stored for rotary embedding of neighbouring pairs.
         shifts_norms: norm weights are stored as 1 + w.
+        recurrent: most layers have a memory (see ``gguf_recurrent``), and heads are rotated in part.
         fields: of the configuration, the same in every file.
         extend: further fields, from the metadata and the common ones.
     """
@@ -97,6 +104,7 @@ class _Kind:
     names: Mapping[str, str]
     permutes: bool = False
     shifts_norms: bool = False
+    recurrent: bool = False
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     extend: Callable[[_Fields, Mapping[str, Any]], dict[str, Any]] | None = None
 
@@ -110,15 +118,19 @@ class Architecture:
         names: GGUF name to Hugging Face name of every weight.
         heads: by GGUF name, how many heads a permuted tensor's rows belong to.
         shifted: GGUF names of the tensors stored as 1 + w.
+        undone: by GGUF name, what makes a tensor's values those of the original, where something else does.
     """
 
     config: Mapping[str, Any]
     names: Mapping[str, str]
     heads: Mapping[str, int]
     shifted: frozenset[str]
+    undone: Mapping[str, Undo] = dataclasses.field(default_factory=dict)
 
     def restore(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         """Undoes what the GGUF converter did to the tensor's values."""
+        if name in self.undone:
+            return self.undone[name](array)
         if name in self.shifted:
             return (array.astype(np.float32) - np.float32(1)).astype(array.dtype)
         if name not in self.heads:
@@ -160,21 +172,28 @@ def architecture_of(
         config |= kind.extend(fields, config)
     config |= _rope_scaling(fields, config, rope_divisors)
     names = _weight_names(fields, kind, config["num_hidden_layers"], shapes)
+    undone = _undone(config, names) if kind.recurrent else {}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     permuted = {own: heads[hf.split(".")[-2]] for own, hf in names.items() if hf.split(".")[-2] in heads}
-    shifted = frozenset(own for own in names if own.endswith("norm.weight"))
-    return Architecture(config, names, permuted if kind.permutes else {}, shifted if kind.shifts_norms else frozenset())
+    norms = (own for own in names if own.endswith("norm.weight") and not own.endswith(PLAIN_NORM))
+    shifted = frozenset(norms) if kind.shifts_norms else frozenset()
+    return Architecture(config, names, permuted if kind.permutes else {}, shifted, undone)
 
 
 def _weight_names(fields: _Fields, kind: _Kind, layers: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     names = {}
+    # Blocks behind the last guess further tokens, and are not served.
+    guessing = range(layers, layers + fields.count("nextn_predict_layers")) if kind.recurrent else ()
     for own in shapes:
-        block = _BLOCK_NAME.fullmatch(own)
+        block, any_block = _BLOCK_NAME.fullmatch(own), _ANY_BLOCK.fullmatch(own)
+        index, rest = (int(any_block[1]), any_block[2]) if any_block else (layers, "")
         if own in _TOP_NAMES:
             names[own] = _TOP_NAMES[own]
-        elif block and int(block[1]) < layers and block[2] in kind.names:
-            names[own] = f"model.layers.{int(block[1])}.{kind.names[block[2]]}.{block[3]}"
-        elif own != ROPE_DIVISORS:
+        elif block and index < layers and block[2] in kind.names:
+            names[own] = f"model.layers.{index}.{kind.names[block[2]]}.{block[3]}"
+        elif kind.recurrent and index < layers and rest in WHOLE_NAMES:
+            names[own] = f"model.layers.{index}.{WHOLE_NAMES[rest]}"
+        elif own != ROPE_DIVISORS and not (any_block and index in guessing):
             raise fields.fail(f"tensor {own!r} is not one that {fields.prefix} with {layers} blocks has")
     if len(set(names.values())) != len(names):
         raise fields.fail("two tensors stand for the same weight")
@@ -187,7 +206,7 @@ def _common_config(fields: _Fields, kind: _Kind, shapes: Mapping[str, tuple[int,
         raise fields.fail("there is no two-dimensional tensor 'token_embd.weight'")
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *(() if kind.recurrent else ("rope.dimension_count",))):
         if fields.integer(key, head_dim) != head_dim:
             raise fields.fail(f"'{fields.prefix}.{key}' differs from the head size {head_dim}, which is not supported")
     ends = [token for key in ("eos", "eot") if (token := fields.token(key, embedding[0])) is not None]
@@ -269,8 +288,46 @@ def _windowed_fields(fields: _Fields, config: Mapping[str, Any]) -> dict[str, An
     }
 
 
+def _recurrent_fields(fields: _Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3.5 and kin: what a layer remembers, and how much of a head is rotated."""
+    value_heads = fields.integer("ssm.time_step_rank")
+    layers = config["num_hidden_layers"] - fields.count("nextn_predict_layers")
+    if layers < 1:
+        raise fields.fail("all of its blocks guess further tokens")
+    return {
+        "num_hidden_layers": layers,
+        "full_attention_interval": fields.integer("full_attention_interval", 4),
+        "partial_rotary_factor": fields.integer("rope.dimension_count") / config["head_dim"],
+        "linear_conv_kernel_dim": fields.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": fields.integer("ssm.state_size"),
+        "linear_num_key_heads": fields.integer("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": fields.integer("ssm.inner_size") // value_heads,
+    }
+
+
+def _undone(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Undo]:
+    heads = ValueHeads(
+        config["linear_num_key_heads"],
+        config["linear_num_value_heads"],
+        config["linear_key_head_dim"],
+        config["linear_value_head_dim"],
+    )
+    undone = {own: heads.undo(own.split(".", 2)[2]) for own in names if own.startswith("blk.")}
+    return {own: undo for own, undo in undone.items() if undo is not None}
+
+
 _GATED: Final = {"hidden_act": "silu", "mlp_bias": False}
 _KINDS: Final[dict[str, _Kind]] = {
+    "qwen35": _Kind(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        _COMMON_NAMES | _HEAD_NORMS | NAMES | {"post_attention_norm": "post_attention_layernorm"},
+        shifts_norms=True,
+        recurrent=True,
+        fields=_GATED,
+        extend=_recurrent_fields,
+    ),
     "llama": _Kind("llama", "LlamaForCausalLM", _TWO_NORMS, permutes=True, fields=_GATED),
     "qwen2": _Kind("qwen2", "Qwen2ForCausalLM", _TWO_NORMS, fields=_GATED),
     "qwen3": _Kind("qwen3", "Qwen3ForCausalLM", _TWO_NORMS | _HEAD_NORMS, fields=_GATED),

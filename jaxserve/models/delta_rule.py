@@ -131,15 +131,15 @@ def _inverse(lower: Float[Array, "*n t t"]) -> Float[Array, "*n t t"]:
     repeat.
     """
     size = lower.shape[-1]
-    inverse, half = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape), 1
-    while half < size:
-        block = jnp.arange(size) // half
+
+    def double(level: Int[Array, ""], inverse: Float[Array, "*n t t"]) -> Float[Array, "*n t t"]:
+        block = jnp.arange(size) >> level
         corner = (block[:, None] % 2 == 1) & (block[:, None] - 1 == block)
-        between = jnp.where(corner, lower, 0)
-        if half > 1:
-            between = _einsum("...ij,...jk->...ik", _einsum("...ij,...jk->...ik", inverse, between), inverse)
-        inverse, half = inverse - between, 2 * half
-    return inverse
+        between = _einsum("...ij,...jk->...ik", inverse, jnp.where(corner, lower, 0))
+        return inverse - _einsum("...ij,...jk->...ik", between, inverse)
+
+    start = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    return jax.lax.fori_loop(0, (size - 1).bit_length(), double, start)
 
 
 def _recall(

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.decode import jitted
 from jaxserve.errors import CheckpointError
 from jaxserve.models.family import family_of
 from jaxserve.models.recurrent import DeltaConfig
 from jaxserve.models.self_attention import AttentionConfig
+from tests.models.tiny_checkpoints import config, goldens, params, tensors
 from tests.models.tiny_recurrent import HF
 
 
@@ -72,3 +74,43 @@ def test_what_must_be_exact_is_float32_in_every_dtype():
     assert cache.layers[0].state.dtype == np.float32
     shapes = jax.tree.leaves(jax.eval_shape(lambda: cache.layers[0]))
     assert {leaf.shape[0] for leaf in shapes} == {2}
+
+
+# --- against transformers ---------------------------------------------------------------------------------------------
+
+
+def gate_first(tensor: np.ndarray) -> np.ndarray:
+    """Each head's gate where its query should be."""
+    heads = config("qwen3_5")["num_attention_heads"]
+    return tensor.reshape(heads, 2, -1, tensor.shape[-1])[:, ::-1].reshape(tensor.shape)
+
+
+def gates_behind(tensor: np.ndarray) -> np.ndarray:
+    """All queries, then all gates."""
+    heads = config("qwen3_5")["num_attention_heads"]
+    return tensor.reshape(heads, 2, -1, tensor.shape[-1]).swapaxes(0, 1).reshape(tensor.shape)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("suffix", "change", "shows"),
+    [
+        ("q_proj.weight", None, False),
+        ("q_proj.weight", gate_first, True),
+        ("q_proj.weight", gates_behind, True),
+        ("layernorm.weight", lambda scale: scale - 1, True),
+        ("linear_attn.norm.weight", lambda scale: scale + 1, True),
+        ("conv1d.weight", lambda taps: taps[..., ::-1], True),
+    ],
+)
+def test_logits_are_those_of_transformers_unless_something_is_misread(suffix, change, shows):
+    family, weights = family_of(config("qwen3_5")), tensors("qwen3_5")
+    if change is not None:
+        changed = {name: change(tensor) for name, tensor in weights.items() if name.endswith(suffix)}
+        assert changed
+        weights |= changed
+    golden = goldens("qwen3_5")
+    tokens = jnp.asarray(golden["prompt"], jnp.int32)[None]
+    logits = np.asarray(jitted.logits(family.graphdef(jnp.float32), params(family, weights), tokens))[0]
+    distance = np.abs(logits - golden["logits"]).max()
+    assert distance > 1e-3 if shows else distance < 1e-4
