@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from jaxserve.checkpoint import manifest, silent
 from jaxserve.checkpoint.convert import Published, convert
@@ -53,8 +54,8 @@ def test_every_family_is_filled_from_what_its_authors_library_writes(tmp_path, c
     family = family_of(source.hf_config())
     leaves = write_parameters(source, family.rules, family.ignored, "auto", content, scratch, silent)
     assert {leaf.path: leaf.shape for leaf in leaves} == {rule.param: rule.shape for rule in family.rules}
-    written = restore(content, abstract(family.rules, jnp.float32))
-    assert same(written, nest(tiny_checkpoints.leaves(family, tiny_checkpoints.tensors(case))))
+    expected = nest(tiny_checkpoints.leaves(family, tiny_checkpoints.tensors(case)))
+    assert same(jax.tree.map(lambda a, b: a.astype(b.dtype), ocp.load(content / "params"), expected), expected)
     with pytest.raises(CheckpointError, match="does not call for"):
         write_parameters(source, family.rules[1:], family.ignored, "auto", content, scratch, silent)
     model_type = tiny_checkpoints.config(case)["model_type"]
