@@ -35,11 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def supports(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+def supports(request: pytest.FixtureRequest) -> Callable[..., None]:
     """For tests to say, at their end, that a family is tested (or "refused") in a column of the support matrix."""
 
     def say(model_type: str, column: str, value: str = "tested") -> None:
-        record_property("supports", f"{model_type}|{column}|{value}")
+        request.node.user_properties.append(("supports", f"{model_type}|{column}|{value}"))
 
     return say
 
