@@ -58,7 +58,7 @@ def random_leaves(family: Family, seed: int = 0, dtype: DTypeLike = jnp.float32)
             continue
         draw = jax.random.normal(own, rule.shape, jnp.float32)
         scale = 1 + 0.1 * draw if rule.param.endswith(("scale", "scales")) else 0.25 * draw
-        leaves[rule.param] = scale.astype(rule.dtype or dtype)
+        leaves[rule.param] = scale.astype(rule.dtype or dtype).view(rule.held(dtype))
     return leaves
 
 

@@ -27,7 +27,7 @@ from jaxserve.checkpoint import Progress
 from jaxserve.checkpoint.files import require_space
 from jaxserve.checkpoint.manifest import LeafEntry
 from jaxserve.errors import CheckpointError
-from jaxserve.models.weights import Piece, Rule, nest
+from jaxserve.models.weights import Piece, Rule, as_held, nest
 
 # Orbax tells there of every file it opens, and warns of any layout but its default one.
 logging.getLogger("absl").setLevel(logging.ERROR)
@@ -41,7 +41,7 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
 _NEEDS_SCALE: Final = frozenset({"float8_e4m3fn", "float8_e5m2"})
 DTYPE_CHOICES: Final = ("auto", *DTYPES, "source")
 _PIECE_BYTES: Final = 8 << 20  # of a leaf that is converted and checked at once
-_CHUNK_BYTES: Final = 64 << 20  # of one stored file: bounds what a shard's reader takes in beyond its shard
+_CHUNK_BYTES: Final = 16 << 20  # of one stored file: bounds what a shard's reader takes in beyond its shard
 _SLACK_BYTES: Final = 64 << 20
 
 
@@ -171,8 +171,8 @@ def _leaf(rule: Rule, table: Mapping[str, Tensor], dtype: str) -> LeafEntry:
         if found != rule.dtype and _NEEDS_SCALE & {found, rule.dtype}:
             wanted = rule.dtype or "a wider number: its configuration names no quantisation"
             raise CheckpointError(f"Tensor {source} holds {found}, this weight must be {wanted}.")
-    own = rule.dtype or (_widest(table[source].dtype for source in sources) if dtype == "source" else dtype)
-    return LeafEntry(rule.param, rule.shape, own)
+    own = _widest(table[source].dtype for source in sources) if dtype == "source" else dtype
+    return LeafEntry(rule.param, rule.shape, str(rule.held(own)))
 
 
 def _widest(dtypes: Iterable[np.dtype[Any]]) -> str:
@@ -186,7 +186,7 @@ def _stage(leaf: LeafEntry, piece: Piece, tensor: NDArray[Any], path: Path) -> i
     dtype = np.dtype(leaf.dtype)
     staged = np.memmap(path, dtype, "r+" if path.exists() else "w+", shape=leaf.shape)
     target = staged[tuple(slice(*bounds) for bounds in piece.region)]
-    values = piece.cut(tensor)
+    values = piece.cut(as_held(tensor, dtype))
     if target.shape != values.shape:
         values = values.reshape(target.shape)
     if not target.shape or target.shape[0] == 1:

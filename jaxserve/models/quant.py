@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.weights import Piece, Rule
+from jaxserve.models.weights import NARROW, Piece, Rule
 from jaxserve.pytree import pytree
 
 MXFP4_BLOCK = 32
@@ -50,11 +50,11 @@ class Packed:
     """A weight ``[*o, i]`` in blocks of its last axis.
 
     Attributes:
-        values: float8 numbers, or two e2m1 numbers to each byte.
-        scales: factors of the blocks: numbers, or, of e2m1, exponents of two, 127 too large.
+        values: bits of e4m3 numbers, or of two e2m1 numbers to each byte.
+        scales: factors of the blocks: of e4m3 numbers, of e2m1 exponents of two, 127 too large.
     """
 
-    values: Shaped[Array, "*o c w"]
+    values: UInt8[Array, "*o c w"]
     scales: Shaped[Array, "*o c"]
 
     def __getitem__(self, index: Int[Array, ""] | int) -> Packed:
@@ -63,19 +63,23 @@ class Packed:
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "*o i"]:
         """The numbers, exact in float32 and rounded once to another dtype."""
-        unpack = _unpack if self.values.dtype == jnp.uint8 else _widen
-        wide = unpack(self.values, self.scales)
+        on_cpu, elsewhere = (_e2m1_on_cpu, _e2m1) if self.scales.dtype == jnp.uint8 else (_e4m3_on_cpu, _e4m3)
+        wide = jax.lax.platform_dependent(self.values, self.scales, cpu=on_cpu, default=elsewhere)
         return wide.reshape(*self.scales.shape[:-1], -1).astype(dtype)
 
 
-def _widen(values: Float[Array, "*o c w"], scales: Float[Array, "*o c"]) -> Float[Array, "*o c w"]:
-    return values.astype(jnp.float32) * scales[..., None]
+def _e4m3(bits: UInt8[Array, "*o c w"], scales: Float[Array, "*o c"]) -> Float[Array, "*o c w"]:
+    return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32) * scales[..., None]
 
 
-def _unpack(values: Shaped[Array, "*o c w"], scales: Shaped[Array, "*o c"]) -> Float[Array, "*o c 2*w"]:
-    """Arithmetic instead of a table: a lookup is a gather, one number at a time on a CPU."""
-    halves = (values[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
-    nibbles = halves.reshape(*values.shape[:-1], -1).astype(jnp.int32)
+def _e4m3_on_cpu(bits: UInt8[Array, "*o c w"], scales: Float[Array, "*o c"]) -> Float[Array, "*o c w"]:
+    """By way of float16, which has the same layout but for eight more in the exponent: seven times as fast."""
+    return _half(bits, 7) * (256 * scales)[..., None]
+
+
+def _e2m1(bits: UInt8[Array, "*o c w"], scales: UInt8[Array, "*o c"]) -> Float[Array, "*o c 2*w"]:
+    halves = (bits[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
+    nibbles = halves.reshape(*bits.shape[:-1], -1).astype(jnp.int32)
     mantissa, exponent = nibbles & 1, (nibbles >> 1) & 3
     # Twice the number is whole: 0 and 1 below the first power of two, 2 and 3 times a power of two from there on.
     doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
@@ -83,7 +87,24 @@ def _unpack(values: Shaped[Array, "*o c w"], scales: Shaped[Array, "*o c"]) -> F
     return 0.5 * signed.astype(jnp.float32) * _power_of_two(scales)[..., None]
 
 
-def _power_of_two(exponents: Shaped[Array, "*o c"]) -> Float[Array, "*o c"]:
+def _e2m1_on_cpu(bits: UInt8[Array, "*o c w"], scales: UInt8[Array, "*o c"]) -> Float[Array, "*o c 2*w"]:
+    """The same by way of float16, three times as fast; a table would be a gather, one number at a time."""
+    halves = (_half((part & 7) | ((part & 8) << 4), 9) for part in (bits & 15, bits >> 4))
+    numbers = jnp.stack(list(halves), axis=-1).reshape(*bits.shape[:-1], -1)
+    return numbers * 16384.0 * _power_of_two(scales)[..., None]
+
+
+def _half(bits: UInt8[Array, "..."], shift: int) -> Float[Array, "..."]:
+    """Numbers whose sign is the top bit and whose exponent and mantissa fit a float16's behind ``shift`` more bits.
+
+    What is below the first power of two stays right: XLA flushes such numbers of float32, but converts float16's.
+    """
+    wide = bits.astype(jnp.uint16)
+    moved = ((wide & 0x7F) << shift) | ((wide & 0x80) << 8)
+    return jax.lax.bitcast_convert_type(moved, jnp.float16).astype(jnp.float32)
+
+
+def _power_of_two(exponents: UInt8[Array, "*o c"]) -> Float[Array, "*o c"]:
     """``2 ** (exponents - 127)``, put together of bits: exact, and infinite for 255, which means "no number"."""
     wide = exponents.astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(jnp.where(wide == 0, jnp.uint32(1 << 22), wide << 23), jnp.float32)
@@ -94,8 +115,8 @@ class PackedParameter(nnx.Module):
 
     def __init__(self, rule: Rule, values: Rule, scales: Rule, dtype: DTypeLike) -> None:
         self.shape, self.dtype = rule.shape, jnp.dtype(dtype)
-        self.values = nnx.Param(jnp.zeros(values.shape, values.dtype))
-        self.scales = nnx.Param(jnp.ones(scales.shape, scales.dtype))
+        self.values = nnx.Param(jnp.zeros(values.shape, values.held(dtype)))
+        self.scales = nnx.Param(jnp.ones(scales.shape, scales.held(dtype)))
 
     def __getitem__(self, _: EllipsisType) -> Float[Array, "..."]:
         return self.packed.dense(self.dtype).reshape(self.shape)
@@ -115,13 +136,14 @@ def pack(module: nnx.Module, rules: Iterable[Rule], quantisation: Quantisation, 
     """Puts a ``PackedParameter`` in the place of each parameter that the quantisation takes."""
     for rule in rules:
         leaves = quantisation.leaves(rule)
-        if len(leaves) == 1:
+        if leaves == (rule,):
             continue
+        values, scales = leaves
         *parents, name = rule.param.split(".")
         owner: Any = module
         for parent in parents:
             owner = owner[int(parent)] if parent.isdecimal() else getattr(owner, parent)
-        setattr(owner, name, PackedParameter(rule, *leaves, dtype))
+        setattr(owner, name, PackedParameter(rule, values, scales, dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +190,7 @@ class FP8:
             return Piece(f"{piece.source}_scale_inv", (*outputs, count), order, piece.region, piece.rows, spread)
 
         factors = tuple(tuple(map(scales, way)) for way in ways)
-        return _pair(rule, inputs, size, (size, "float8_e4m3fn"), "float32", tuple(ways), factors)
+        return _pair(rule, inputs, size, (size, NARROW), "float32", tuple(ways), factors)
 
     def _may_take(self, piece: Piece) -> bool:
         return piece.source.endswith(".weight") and ".conv1d." not in piece.source

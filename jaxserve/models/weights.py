@@ -24,6 +24,9 @@ from jaxserve.errors import CheckpointError
 from jaxserve.sharding import sharding
 
 Region = tuple[tuple[int, int], ...]
+# Numbers that mean something only times the factor of their block. XLA:CPU knows no slice of them: it would convert all
+# experts to float16 at each call to read a few, so they are bits wherever they lie.
+NARROW = "float8_e4m3fn"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +98,8 @@ class Rule:
         shape: of the leaf.
         axes: logical axis of each of its axes; ``sharding.py`` maps them to the mesh.
         ways: the ways in which files hold it, each a tuple of pieces that cover the leaf.
-        dtype: where it does not follow the model's: ``"float32"`` for what must be exact, ``"uint8"`` for packed bits.
+        dtype: where it does not follow the model's: ``"float32"`` for what must be exact, ``"uint8"`` for packed bits,
+            ``"float8_e4m3fn"`` for numbers that need a factor, which are held as bits, too.
     """
 
     param: str
@@ -122,18 +126,27 @@ class Rule:
         complete = (way for way in self.ways if all(piece.source in names for piece in way))
         return next(complete, self.ways[0])
 
+    def held(self, dtype: DTypeLike) -> Any:
+        """Its dtype in memory, where the model's is ``dtype``."""
+        return np.dtype(np.uint8) if self.dtype == NARROW else self.dtype or dtype
+
     def make(self, tensors: Mapping[str, np.ndarray], dtype: DTypeLike) -> np.ndarray:
         """The leaf, of tensors that are in memory.
 
         Raises:
             CheckpointError: a tensor is missing or has another number of elements than the configuration says.
         """
-        leaf = np.empty(self.shape, self.dtype or dtype)
+        leaf = np.empty(self.shape, self.held(dtype))
         for piece in self.pieces(tensors):
             if piece.source not in tensors:
                 raise CheckpointError(f"tensor {piece.source} is missing")
-            piece.place(tensors[piece.source], leaf)
+            piece.place(as_held(tensors[piece.source], leaf.dtype), leaf)
         return leaf
+
+
+def as_held(tensor: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """A file's tensor as a leaf of this dtype takes it: narrow numbers as bits where the leaf holds bits."""
+    return tensor.view(np.uint8) if tensor.dtype.name == NARROW and dtype == np.uint8 else tensor
 
 
 def rule(
@@ -175,6 +188,6 @@ def abstract(rules: Iterable[Rule], dtype: DTypeLike, mesh: Mesh | None = None) 
 
     def leaf(rule: Rule) -> jax.ShapeDtypeStruct:
         place = None if mesh is None else sharding(mesh, rule.axes, rule.shape)
-        return jax.ShapeDtypeStruct(rule.shape, rule.dtype or dtype, sharding=place)
+        return jax.ShapeDtypeStruct(rule.shape, rule.held(dtype), sharding=place)
 
     return nest({rule.param: leaf(rule) for rule in rules})
