@@ -62,7 +62,7 @@ def test_the_windowed_layers_keep_a_ring(engine: Engine):
     assert engine.plan.model.cache[0].most == WINDOW
 
 
-def test_alone_is_together_bit_for_bit(engine: Engine, alone):
+def test_alone_is_together_bit_for_bit(engine: Engine, alone, supports):
     assert len({one.tokens for one in alone.values()}) > 9
     compiled = engine.recompiles
     for order in range(3):
@@ -70,6 +70,46 @@ def test_alone_is_together_bit_for_bit(engine: Engine, alone):
         random.Random(order).shuffle(company)
         assert all(same(one, alone[one.request.id]) for one in engine.generate(company))
     assert engine.recompiles == compiled
+    supports(HF["model_type"], "engine")
+
+
+# Every part at once: heads of two sizes, experts beside dense blocks, layers that use an earlier one's ring.
+SHARED_RINGS = {
+    "model_type": "gemma4_text",
+    "vocab_size": 259,
+    "vocab_size_per_layer_input": 259,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 4,
+    "num_kv_shared_layers": 2,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 256,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+def test_experts_and_shared_rings_do_not_tell_of_company(supports):
+    engine = tiny_engine(hf=SHARED_RINGS)
+    layers = engine.device._states[0].cache.layers
+    assert [type(layer) for layer in layers] == [Ring, KV, type(None), type(None)]
+    company = requests(8)
+    alone = {request.id: engine.generate([request])[0] for request in company}
+    assert len({one.tokens for one in alone.values()}) > 6
+    for order in range(2):
+        random.Random(order).shuffle(company)
+        assert all(same(one, alone[one.request.id]) for one in engine.generate(company))
+    supports(SHARED_RINGS["model_type"], "engine")
 
 
 def whole(engine: Engine, tokens: tuple[int, ...], **changes) -> np.ndarray:
