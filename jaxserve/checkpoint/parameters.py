@@ -41,7 +41,7 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
 _NEEDS_SCALE: Final = frozenset({"float8_e4m3fn", "float8_e5m2"})
 DTYPE_CHOICES: Final = ("auto", *DTYPES, "source")
 _PIECE_BYTES: Final = 8 << 20  # of a leaf that is converted and checked at once
-_CHUNK_BYTES: Final = 16 << 20  # of one stored file: bounds what a shard's reader takes in beyond its shard
+_CHUNK_BYTES: Final = 64 << 20  # of one stored file: bounds what a shard's reader takes in beyond its shard
 _SLACK_BYTES: Final = 64 << 20
 
 
