@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test rigs check bench simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain matrix tables constraints python
+.PHONY: setup serve test rigs check bench simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain test-mesh memory flagship matrix tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
@@ -78,6 +78,15 @@ matrix: $(VENV)/.dev                 ## which families are tested in which ways:
 	$(VENV)/bin/pytest -q -m supports --junitxml=.cache/matrix.xml $(ARGS)
 	$(VENV)/bin/python -m tests.house.matrix .cache/matrix.xml
 	$(MAKE) tables
+
+test-mesh: $(VENV)/.dev              ## every family on meshes of eight forced devices; ARGS='--models llama --meshes 4x2' for less
+	$(VENV)/bin/python -m tests.rigs.mesh $(ARGS)
+
+memory: $(VENV)/.dev                 ## converts and restores 2 GB in eight files, on one device and on eight, and watches memory
+	$(VENV)/bin/python -m tests.rigs.memory $(ARGS)
+
+flagship: $(VENV)/.dev               ## the flagship at full size, without a weight: compiled for eight devices, lowered for GPUs and TPUs
+	$(VENV)/bin/python -m tests.rigs.flagship $(ARGS)
 
 tables: $(VENV)/.dev                 ## writes the README's tables anew from the code
 	$(VENV)/bin/python -m tests.house.tables

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from orbax.checkpoint import v1 as ocp
 from jaxserve.checkpoint import Progress, manifest, silent
 from jaxserve.checkpoint.parameters import FOLDER
 from jaxserve.errors import CheckpointError
+
+_SPARE_BYTES: Final = 1 << 20  # Orbax refuses to read as much as it may
 
 
 def restore(folder: Path, abstract: Mapping[str, Any], progress: Progress = silent) -> dict[str, Any]:
@@ -42,7 +44,10 @@ def restore(folder: Path, abstract: Mapping[str, Any], progress: Progress = sile
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
     progress("restore", 0, total)
     try:
-        params: dict[str, Any] = ocp.load(folder / FOLDER, _placed(abstract))
+        context = ocp.Context()
+        context.memory.read_concurrent_bytes = _largest(folder) + _SPARE_BYTES
+        with context:
+            params: dict[str, Any] = ocp.load(folder / FOLDER, _placed(abstract))
         jax.block_until_ready(params)
     except Exception as error:  # not less: Orbax raises Exception itself where a file cannot be read
         reason = str(error).partition("\n")[0][:300]
@@ -58,6 +63,12 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(child, f"{prefix}{name}.")
         else:
             yield prefix + name, child
+
+
+def _largest(folder: Path) -> int:
+    """Bytes of the largest parameter as it is stored: so much may be read before it is where it belongs."""
+    sizes = (math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in manifest.read(folder).tree)
+    return max(sizes, default=0)
 
 
 def _placed(abstract: Mapping[str, Any]) -> Any:

@@ -28,7 +28,7 @@ from tests.rigs.mesh import gathered_weights, parts_of
 CONFIG = Path(__file__).parents[2] / "configs" / "qwen3.6-35b-a3b.json"
 MESHES = (MeshShape(8, 1), MeshShape(4, 2))
 PLATFORMS = ("cuda", "tpu")
-PREFILL, RUN = Program("prefill", 0, 512), Program("run", 0)
+PREFILL, RUN = Program("prefill", 0, 256), Program("run", 0)
 SLOTS, LENGTH = 32, 8192
 NEAR = 0.02
 

@@ -129,14 +129,14 @@ def parts_of(programs: Programs, program: Program, executable: jax.stages.Compil
     """
     _, arguments, _ = programs._call(program)
     arguments = arguments[isinstance(arguments[0], nnx.GraphDef) :]
-    places = jax.tree.leaves(executable.input_shardings[0], is_leaf=lambda place: place is None)
+    leaves, places = (
+        jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None) for tree in (arguments, executable.input_shardings[0])
+    )
     read = unread = 0
-    for leaf, place in zip(jax.tree.leaves(arguments), places, strict=True):
-        numbers = math.prod((place or leaf.sharding).shard_shape(leaf.shape))
-        read, unread = (
-            read + numbers * leaf.dtype.itemsize * (place is not None),
-            unread + numbers * leaf.dtype.itemsize * (place is None),
-        )
+    for leaf, place in zip(leaves, places, strict=True):
+        if leaf is not None:
+            size = math.prod((place or leaf.sharding).shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            read, unread = (read, unread + size) if place is None else (read + size, unread)
     return read, unread
 
 
