@@ -15,14 +15,19 @@ import pytest
 
 from jaxserve.config import Pool
 from jaxserve.decode import jitted
+from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.programs import Programs
 from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.models.family import family_of
 from jaxserve.models.recurrent import Recurrent
-from jaxserve.testing import tiny_engine
+from jaxserve.plan import Program
+from jaxserve.testing import random_params, tiny_engine, tiny_plan
 from tests.engine.test_engine import Faults, company, mixed, same
 from tests.engine.test_jax_device import write
 from tests.models import tiny_recurrent
 
+ONE_LAYER = tiny_recurrent.HF | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
 LENGTHS = (1, 2, 31, 32, 33, 64, 65)
 
 
@@ -107,6 +112,18 @@ def test_a_scrubbed_slot_holds_nothing_and_its_neighbours_everything(engine: Eng
     assert all((old[[0, 2, 3]] == new[[0, 2, 3]]).all() for old, new in zip(before, after, strict=True))
 
 
+def test_a_step_copies_no_memory():
+    """What a run needs beside its arguments is a small part of the memories that it changes."""
+    sizes = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    sizes |= {f"linear_{kind}_head_dim": 128 for kind in ("key", "value")}
+    family = family_of(ONE_LAYER | sizes)
+    plan = tiny_plan(family, (Pool(16, 128),))
+    params = jax.eval_shape(lambda: random_params(family))
+    programs = Programs(plan, family, family.graphdef(jnp.float32), params, Autoregressive(0))
+    needs = programs._trace(Program("run", 0)).lower().compile().memory_analysis().temp_size_in_bytes
+    assert needs < plan.cache_bytes(plan.pools[0]) / 4
+
+
 def leaking(self, fresh, row, start, count, put_all=Recurrent.put_all):
     return put_all(self, fresh, row, jnp.maximum(start, 1), count)
 
@@ -117,11 +134,10 @@ def padding(self, fresh, row, start, count, put_all=Recurrent.put_all):
 
 def test_a_mistake_would_show(monkeypatch):
     """Each with a number of slots of its own: what JAX has traced before would be used again."""
-    hf = tiny_recurrent.HF | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
     written = []
     for slots, put_all in ((3, Recurrent.put_all), (5, leaking), (6, padding)):
         monkeypatch.setattr(Recurrent, "put_all", put_all)
-        engine = remembering(hf, slots, prefill_buckets=(32,))
+        engine = remembering(ONE_LAYER, slots, prefill_buckets=(32,))
         engine.generate([of_length(33 + slot, f"other-{slot}") for slot in range(slots)])
         written.append(engine.generate([of_length(34)])[0].tokens)
     right, *wrong = written
