@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.axes import MeshShape, split
 from jaxserve.models.layers import product
 from jaxserve.models.quant import Packed
+from jaxserve.models.streamed import lanes, streamed
 from jaxserve.pytree import pytree
 from jaxserve.sharding import axis_size, spec
 
@@ -31,8 +32,12 @@ Activation = Callable[[Array, Array], Array]
 EXCHANGED_TOKENS = 256
 # Places on a device for another's tokens, over the number of tokens that comes on average.
 SPARE = 1.25
-# Rows of a block. Two at least: XLA:CPU is slow at products with a single row.
-FEWEST_ROWS, MOST_ROWS = 2, 128
+# Tokens that an expert has on average, up to which they are read for one by one.
+LONELY = 1 / 4
+# Rows of a block that is multiplied: 8 cost what 2 cost, and XLA:CPU is slow at products with a single one.
+FEW_ROWS, MOST_ROWS = 8, 128
+# Of a kernel that is multiplied at once; XLA:CPU copies it first.
+PART_BYTES = 1 << 20
 
 _KERNEL_AXES = ("experts", None, "ffn")
 _BIAS_AXES = ("experts",)
@@ -106,6 +111,35 @@ def routed(
 # --- on one device ----------------------------------------------------------------------------------------------------
 
 
+def _product(x: Float[Array, "r k"], kernels: Array | Packed, index: Int[Array, ""]) -> Float[Array, "r n"]:
+    """With the kernel of one expert, in float32."""
+    if len(x) == 1 and not isinstance(kernels, Packed):
+        return streamed(x, kernels.reshape(len(kernels), -1, x.shape[1]), index)
+    parts = 1 if isinstance(kernels, Packed) else _parts(math.prod(kernels.shape[1:-1]), kernels)
+    if parts == 1:
+        return product(x, expert_kernel(kernels, index, x.dtype).reshape(-1, x.shape[1]), jnp.float32)
+    cut = kernels.reshape(len(kernels), parts, -1, x.shape[1])
+
+    def multiply(at: Int[Array, ""], y: Float[Array, "p r n"]) -> Float[Array, "p r n"]:
+        part = jax.lax.dynamic_slice(cut, (index, at, 0, 0), (1, 1, *cut.shape[2:])).reshape(cut.shape[2:])
+        return jax.lax.dynamic_update_index_in_dim(y, product(x, part, jnp.float32), at, axis=0)
+
+    y = jax.lax.fori_loop(0, parts, multiply, jnp.zeros((parts, len(x), cut.shape[2]), jnp.float32))
+    return y.swapaxes(0, 1).reshape(len(x), -1)
+
+
+def _parts(rows: int, kernels: Array) -> int:
+    """Into how many parts an expert's kernel falls, so that what XLA:CPU copies of it stays in a core's cache."""
+    size, parts = rows * kernels.shape[-1] * kernels.dtype.itemsize, 1
+    while size > parts * PART_BYTES and rows % (2 * parts) == 0:
+        parts *= 2
+    return parts
+
+
+def _streams(kernels: Array | Packed) -> bool:
+    return not isinstance(kernels, Packed) and lanes(kernels.shape[-1]) is not None
+
+
 def expert_kernel(kernels: Any, index: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "..."]:
     """The kernel of one expert."""
     if isinstance(kernels, Packed):
@@ -114,14 +148,16 @@ def expert_kernel(kernels: Any, index: Int[Array, ""], dtype: DTypeLike) -> Floa
 
 
 def block_rows(tokens: int, chosen: int, experts: int) -> int:
-    """Rows of a block: as many as an expert's tokens need, mostly.
+    """Rows of a block: one where hardly any expert has two tokens, else as many as its tokens mostly need.
 
     A pass over a block reads the whole expert, so a second block of the same expert reads it again; rows that stand
     for nobody cost products. Shapes alone decide, never what was chosen.
     """
     mean = tokens * chosen / experts
-    rows = 1 << math.ceil(math.log2(max(2 * mean, 1)))
-    return max(min(rows, MOST_ROWS, tokens), FEWEST_ROWS)
+    if mean <= LONELY:
+        return 1
+    rows = 1 << max(math.ceil(math.log2(2 * mean)), 0)
+    return max(min(max(rows, FEW_ROWS), MOST_ROWS, tokens), 2)
 
 
 def _together(
@@ -134,6 +170,8 @@ def _together(
 ) -> Float[Array, "m d"]:
     """All of it in float32, in the form that each platform is fast at; ``rows`` are those of a block."""
     groups = _sort(chosen, experts.count)
+    if rows == 1 and not (_streams(experts.gate_up) and _streams(experts.down)):
+        rows = 2
     blocks = functools.partial(_in_blocks, activation=activation, rows=rows)
     if isinstance(experts.gate_up, Packed) or isinstance(experts.down, Packed):
         # Unpacked one by one: all at once would need the memory that packing saves.
@@ -193,12 +231,11 @@ def _combine(y: Float[Array, "r d"], groups: _Groups, weights: Float[Array, "m c
 def _expert(
     x: Float[Array, "r d"], experts: ExpertWeights, index: Int[Array, ""], activation: Activation
 ) -> Float[Array, "r d"]:
-    gate_up = expert_kernel(experts.gate_up, index, x.dtype)
-    both = product(x, gate_up.reshape(-1, x.shape[1]), jnp.float32).reshape(len(x), 2, -1)
+    both = _product(x, experts.gate_up, index).reshape(len(x), 2, -1)
     if experts.gate_up_bias is not None:
         both = both + experts.gate_up_bias[index]
     inner = activation(both[:, 0], both[:, 1]).astype(x.dtype)
-    y = product(inner, expert_kernel(experts.down, index, x.dtype), jnp.float32)
+    y = _product(inner, experts.down, index)
     return y if experts.down_bias is None else y + experts.down_bias[index]
 
 
