@@ -6,6 +6,7 @@ Knows the order of the steps and reports each. The server listens meanwhile and 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
     params = restore_params(folder, family, planned.dtype, mesh, restoring)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     generation = read_json(folder / GENERATION_CONFIG)
-    eos = _end_tokens(tokenizer, generation, hf)
+    eos = end_tokens(tokenizer.eos_ids, generation, hf)
     graphdef = family.graphdef(jnp.dtype(planned.dtype))
     programs = Programs(planned, family, graphdef, params, Autoregressive(planned.max_logprobs), mesh)
     engine = Engine(JaxDevice(programs), _policy(config, planned), eos=eos)
@@ -130,10 +131,11 @@ def _policy(config: Config, planned: Plan) -> Policy:
     )
 
 
-def _end_tokens(tokenizer: Tokenizer, *configs: dict[str, Any]) -> tuple[int, ...]:
-    """Files disagree on what ends an answer: all that any of them names does."""
-    ends = set(tokenizer.eos_ids)
-    for config in configs:
+def end_tokens(known: Iterable[int], *configs: dict[str, Any]) -> tuple[int, ...]:
+    """Files disagree on what ends an answer: all that any of them names does, a nested model's too."""
+    ends = set(known)
+    nested = (config["text_config"] for config in configs if isinstance(config.get("text_config"), dict))
+    for config in (*configs, *nested):
         named = config.get("eos_token_id")
         ends.update(named if isinstance(named, list) else [] if named is None else [named])
     return tuple(sorted(ends))

@@ -14,7 +14,7 @@ from jaxserve.config import Pool
 from jaxserve.decode import jitted
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import CheckpointError, PlanError
-from jaxserve.launch.loading import LoadedModel, load_model
+from jaxserve.launch.loading import LoadedModel, end_tokens, load_model
 from jaxserve.launch.planning import plan, read_config
 from tests.launch.conftest import NAME, configured
 
@@ -27,6 +27,11 @@ def copy_of(store: Path, to: Path) -> tuple[Path, Path]:
     """A copy of the store, and the folder of its version."""
     shutil.copytree(store, to)
     return to, to / NAME / (to / NAME / "CURRENT").read_text().strip()
+
+
+def test_what_any_file_says_ends_an_answer():
+    generation, nested = {"eos_token_id": [7, 5]}, {"text_config": {"eos_token_id": 9}, "eos_token_id": None}
+    assert end_tokens((3,), generation, nested, {"text_config": 4}) == (3, 5, 7, 9)
 
 
 def test_as_many_wait_as_run(loaded):
