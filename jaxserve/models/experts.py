@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.axes import MeshShape, split
@@ -103,7 +102,7 @@ def routed(
     if real is not None:
         chosen = jnp.where(real[:, None], chosen, experts.count)
     if axis_size("expert") * axis_size("tensor") == 1:
-        rows = block_rows(*chosen.shape, experts.count)
+        rows = block_rows(len(x), chosen.shape[1], experts.count)
         return _together(x, chosen, weights, experts, activation, rows).astype(x.dtype)
     return _over_mesh(x, chosen, weights, experts, activation, exchange)
 
@@ -113,18 +112,19 @@ def routed(
 
 def _product(x: Float[Array, "r k"], kernels: Array | Packed, index: Int[Array, ""]) -> Float[Array, "r n"]:
     """With the kernel of one expert, in float32."""
-    if len(x) == 1 and not isinstance(kernels, Packed):
+    if isinstance(kernels, Packed):
+        return product(x, kernels[index].dense(x.dtype).reshape(-1, x.shape[1]), jnp.float32)
+    if len(x) == 1:
         return streamed(x, kernels.reshape(len(kernels), -1, x.shape[1]), index)
-    parts = 1 if isinstance(kernels, Packed) else _parts(math.prod(kernels.shape[1:-1]), kernels)
-    if parts == 1:
-        return product(x, expert_kernel(kernels, index, x.dtype).reshape(-1, x.shape[1]), jnp.float32)
+    parts = _parts(math.prod(kernels.shape[1:-1]), kernels)
     cut = kernels.reshape(len(kernels), parts, -1, x.shape[1])
 
     def multiply(at: Int[Array, ""], y: Float[Array, "p r n"]) -> Float[Array, "p r n"]:
         part = jax.lax.dynamic_slice(cut, (index, at, 0, 0), (1, 1, *cut.shape[2:])).reshape(cut.shape[2:])
         return jax.lax.dynamic_update_index_in_dim(y, product(x, part, jnp.float32), at, axis=0)
 
-    y = jax.lax.fori_loop(0, parts, multiply, jnp.zeros((parts, len(x), cut.shape[2]), jnp.float32))
+    y = jnp.zeros((parts, len(x), cut.shape[2]), jnp.float32)
+    y = jax.lax.fori_loop(0, parts, multiply, y) if parts > 1 else multiply(jnp.int32(0), y)
     return y.swapaxes(0, 1).reshape(len(x), -1)
 
 
@@ -138,13 +138,6 @@ def _parts(rows: int, kernels: Array) -> int:
 
 def _streams(kernels: Array | Packed) -> bool:
     return not isinstance(kernels, Packed) and lanes(kernels.shape[-1]) is not None
-
-
-def expert_kernel(kernels: Any, index: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "..."]:
-    """The kernel of one expert."""
-    if isinstance(kernels, Packed):
-        return kernels[index].dense(dtype)
-    return jax.lax.dynamic_index_in_dim(kernels, index, keepdims=False)
 
 
 def block_rows(tokens: int, chosen: int, experts: int) -> int:
@@ -254,6 +247,8 @@ def _grouped(
     def grouped(rows: Float[Array, "p k"], kernels: Float[Array, "e n k"]) -> Float[Array, "p n"]:
         return jax.lax.ragged_dot_general(rows, kernels, sizes, _OUT_IN, preferred_element_type=jnp.float32)
 
+    assert isinstance(experts.gate_up, jax.Array)
+    assert isinstance(experts.down, jax.Array)
     tokens = x[groups.pairs // groups.places.shape[1]]
     both = grouped(tokens, experts.gate_up.reshape(experts.count, -1, x.shape[1])).reshape(len(tokens), 2, -1)
     if experts.gate_up_bias is not None:
@@ -292,7 +287,7 @@ def _over_mesh(
         exchange = len(x) >= EXCHANGED_TOKENS
     exchange = exchange and devices > 1 and len(x) % devices == 0
     # Of all tokens and experts, so that no token's numbers depend on where the others go.
-    rows = block_rows(*chosen.shape, experts.count)
+    rows = block_rows(len(x), chosen.shape[1], experts.count)
     axes = _KERNEL_AXES if halved else _BIAS_AXES
     in_specs = tuple(
         jax.tree.map(lambda leaf, axes=axes: spec(axes, leaf.shape), part)
@@ -302,7 +297,8 @@ def _over_mesh(
     def on_device(x: Array, chosen: Array, weights: Array, *held: Any) -> Array:
         own = ExpertWeights(*held)
         if own.down_bias is not None and halved:
-            own = ExpertWeights(*held[:3], jnp.where(jax.lax.axis_index("tensor") == 0, own.down_bias, 0))
+            bias = jnp.where(jax.lax.axis_index("tensor") == 0, own.down_bias, 0)
+            own = ExpertWeights(own.gate_up, own.down, own.gate_up_bias, bias)
         compute = functools.partial(_own_share, experts=own, activation=activation, rows=rows)
         if exchange:
             y = _exchange(x, chosen, weights, compute, devices, own.count)

@@ -12,7 +12,7 @@ from jaxserve.models.moe import experts_from_hf, grouped_router_from_hf
 
 def family(hf: Mapping[str, Any]) -> Family:
     """Reads ``config.json``; the layers that guess more than one token ahead are not read."""
-    hf = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408} | hf
+    hf = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408, **hf}
     shared = hf.get("n_shared_experts", 1)
     experts = experts_from_hf(
         hf,

@@ -41,7 +41,7 @@ def family(hf: Mapping[str, Any]) -> Family:
         "n_group": 8,
         "topk_group": 4,
     }
-    hf = defaults | hf
+    hf = {**defaults, **hf}
     if hf.get("score_function", "sigmoid") != "sigmoid":
         raise CheckpointError("config.json: score_function is not sigmoid", param="score_function")
     # A single choice keeps its own share.

@@ -12,7 +12,7 @@ from jaxserve.models.moe import RouterConfig, experts_from_hf
 
 def family(hf: Mapping[str, Any]) -> Family:
     """Reads ``config.json``; a head's size follows from the width here where the file does not say it."""
-    hf = {"num_experts_per_tok": 8, "moe_intermediate_size": 768} | hf
+    hf = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, **hf}
     bias, count = bool(hf.get("attention_bias", False)), need(hf, "num_hidden_layers")
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
     # Off by the class default, on in every released model.

@@ -206,7 +206,7 @@ for expert, tensor in MESHES:
     share = sum(leaf.addressable_shards[0].data.nbytes for leaf in (kernels.gate_up, kernels.down))
     share /= plain.gate_up.nbytes + plain.down.nbytes
     with jax.set_mesh(mesh):
-        for exchange in (False, True):
+        for exchange in (False, True)[: expert]:
             compiled = product(exchange).lower(x, chosen, shares, kernels).compile()
             worst = max(
                 float(jnp.abs(compiled(x, of, shares, kernels) - whole[name]).max())
@@ -217,6 +217,8 @@ for expert, tensor in MESHES:
                 "mesh": [expert, tensor], "exchange": exchange, "difference": worst, "share": share,
                 "gathered": gathered(text), "sent": "all-to-all" in text,
             })
+        if (expert, tensor) != (2, 4):
+            continue
         y = product()(x, chosen, shares, narrow)
         found[-1]["packed"] = float(jnp.abs(y - whole["packed"]).max())
         careless = lambda *given: subject._together(*given, GLUS["silu"], 8)
@@ -242,7 +244,9 @@ def over_meshes():
 
 
 def test_sharded_is_unsharded(over_meshes):
-    assert len(over_meshes) == 2 * len(MESHES)
+    assert [found["mesh"] for found in over_meshes if not found["exchange"]] == [list(mesh) for mesh in MESHES]
+    assert sum(found["exchange"] for found in over_meshes) == 3
+    assert any("packed" in found for found in over_meshes)
     for found in over_meshes:
         assert found["difference"] < 1e-5, found
         assert found["share"] == 1 / 8, found
@@ -254,4 +258,4 @@ def test_no_expert_travels(over_meshes):
     smallest_kernel = 16 * 32 * 64 // 8  # of one device
     for found in over_meshes:
         assert found["gathered"] < smallest_kernel, found
-        assert found.get("careless", smallest_kernel) >= smallest_kernel, "it would not be seen"
+    assert max(found.get("careless", 0) for found in over_meshes) >= smallest_kernel, "it would not be seen"
