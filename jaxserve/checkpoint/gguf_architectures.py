@@ -46,6 +46,13 @@ _FOUR_NORMS: Final = _COMMON_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# All experts of a layer in one tensor, so it has the name of none of them.
+_EXPERTS: Final = {f"ffn_{name}_exps.weight": f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")}
+_SHARED_EXPERT: Final = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+}
 
 
 class _Fields:
@@ -95,6 +102,7 @@ class _Kind:
         permutes: query and key rows are stored for rotary embedding of neighbouring pairs.
         shifts_norms: norm weights are stored as 1 + w.
         recurrent: most layers have a memory (see ``gguf_recurrent``), and heads are rotated in part.
+        whole: block tensors whose names end otherwise, GGUF to Hugging Face, with their endings.
         fields: of the configuration, the same in every file.
         extend: further fields, from the metadata and the common ones.
     """
@@ -105,6 +113,7 @@ class _Kind:
     permutes: bool = False
     shifts_norms: bool = False
     recurrent: bool = False
+    whole: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     extend: Callable[[_Fields, Mapping[str, Any]], dict[str, Any]] | None = None
 
@@ -165,7 +174,7 @@ def architecture_of(
         known = ", ".join(sorted(_KINDS))
         raise CheckpointError(f"{path}: GGUF architecture {_brief(name)} is not supported; known are {known}.")
     fields = _Fields(path, metadata, str(name))
-    if metadata.get(f"{name}.expert_count", 0):
+    if metadata.get(f"{name}.expert_count", 0) and kind.whole.keys().isdisjoint(_EXPERTS):
         raise fields.fail(f"{name} files with experts are not supported")
     config = {**_common_config(fields, kind, shapes), **kind.fields}
     if kind.extend is not None:
@@ -191,8 +200,8 @@ def _weight_names(fields: _Fields, kind: _Kind, layers: int, shapes: Mapping[str
             names[own] = _TOP_NAMES[own]
         elif block and index < layers and block[2] in kind.names:
             names[own] = f"model.layers.{index}.{kind.names[block[2]]}.{block[3]}"
-        elif kind.recurrent and index < layers and rest in WHOLE_NAMES:
-            names[own] = f"model.layers.{index}.{WHOLE_NAMES[rest]}"
+        elif index < layers and rest in kind.whole:
+            names[own] = f"model.layers.{index}.{kind.whole[rest]}"
         elif own != ROPE_DIVISORS and not (any_block and index in guessing):
             raise fields.fail(f"tensor {own!r} is not one that {fields.prefix} with {layers} blocks has")
     if len(set(names.values())) != len(names):
@@ -215,7 +224,9 @@ def _common_config(fields: _Fields, kind: _Kind, shapes: Mapping[str, tuple[int,
         "model_type": kind.model_type,
         "vocab_size": embedding[0],
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("feed_forward_length"),
+        **(
+            {} if _EXPERTS.keys() <= kind.whole.keys() else {"intermediate_size": fields.integer("feed_forward_length")}
+        ),
         "num_hidden_layers": fields.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
@@ -306,6 +317,15 @@ def _recurrent_fields(fields: _Fields, config: Mapping[str, Any]) -> dict[str, A
     }
 
 
+def _recurrent_and_expert_fields(fields: _Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return _recurrent_fields(fields, config) | {
+        "num_experts": fields.integer("expert_count"),
+        "num_experts_per_tok": fields.integer("expert_used_count"),
+        "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": fields.integer("expert_shared_feed_forward_length"),
+    }
+
+
 def _undone(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Undo]:
     heads = ValueHeads(
         config["linear_num_key_heads"],
@@ -325,8 +345,19 @@ _KINDS: Final[dict[str, _Kind]] = {
         _COMMON_NAMES | _HEAD_NORMS | NAMES | {"post_attention_norm": "post_attention_layernorm"},
         shifts_norms=True,
         recurrent=True,
+        whole=WHOLE_NAMES,
         fields=_GATED,
         extend=_recurrent_fields,
+    ),
+    "qwen35moe": _Kind(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _COMMON_NAMES | _HEAD_NORMS | NAMES | _SHARED_EXPERT | {"post_attention_norm": "post_attention_layernorm"},
+        shifts_norms=True,
+        recurrent=True,
+        whole=WHOLE_NAMES | _EXPERTS,
+        fields=_GATED,
+        extend=_recurrent_and_expert_fields,
     ),
     "llama": _Kind("llama", "LlamaForCausalLM", _TWO_NORMS, permutes=True, fields=_GATED),
     "qwen2": _Kind("qwen2", "Qwen2ForCausalLM", _TWO_NORMS, fields=_GATED),

@@ -63,8 +63,8 @@ class RouterConfig:
 class ExpertFiles:
     """How files name a block of experts and lay out its kernels.
 
-    One tensor for each kernel of each expert, or one for all of them under ``experts.gate_up_proj`` and
-    ``experts.down_proj``: the file decides.
+    One tensor for each kernel of each expert, one for all of them under ``experts.gate_up_proj`` and
+    ``experts.down_proj``, or (GGUF) one for each kernel of all experts: the file decides.
 
     Attributes:
         block: behind ``model.layers.N.``.
@@ -162,7 +162,10 @@ class ExpertsConfig:
             ways_in: tuple[Way, ...] = ((Piece(f"{of}gate_up_proj", (e, d, f, 2), (0, 3, 2, 1)),),)
             ways_out: tuple[Way, ...] = ((Piece(f"{of}down_proj", (e, f, d), (0, 2, 1)),),)
         else:
-            ways_in = each_in, (Piece(f"{of}gate_up_proj", (e, 2, f, d)),)
+            halves = (
+                Piece(f"{of}{name}", (e, f, d), region=((0, e), (half, half + 1))) for half, name in enumerate(inward)
+            )
+            ways_in = each_in, (Piece(f"{of}gate_up_proj", (e, 2, f, d)),), tuple(halves)
             ways_out = each_out, (Piece(f"{of}down_proj", (e, d, f)),)
         return [
             Rule(f"{to}gate_up", (e, 2, f, d), ("experts", None, "ffn", "model"), ways_in),

@@ -76,39 +76,54 @@ FULL = [
 ]
 
 
-def read(**changes: object):
-    values = metadata(
-        "qwen35",
-        **{
-            "block_count": 5,
-            "attention__key_length": 16,
-            "attention__value_length": 16,
-            "rope__dimension_count": 4,
-            "full_attention_interval": 4,
-            "nextn_predict_layers": 1,
-            "ssm__conv_kernel": 4,
-            "ssm__state_size": KEY_SIZE,
-            "ssm__group_count": KEYS,
-            "ssm__time_step_rank": KEYS * GROUP,
-            "ssm__inner_size": ALL_VALUES,
-            **changes,
-        },
+EXPERTS = [
+    f"{name}.weight"
+    for name in (
+        *("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+        *("ffn_gate_inp_shexp", "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
     )
-    shapes = {"token_embd.weight": (100, 64), "output_norm.weight": (64,)}
-    shapes |= {f"blk.{layer}.{name}": (1,) for layer in range(3) for name in BLOCKS}
-    shapes |= {f"blk.3.{name}": (1,) for name in FULL} | {
-        "blk.4.nextn.eh_proj.weight": (1,),
-        "blk.4.attn_q.weight": (1,),
+]
+
+
+def read(architecture: str = "qwen35", **changes: object):
+    given = {
+        "block_count": 5,
+        "attention__key_length": 16,
+        "attention__value_length": 16,
+        "rope__dimension_count": 4,
+        "full_attention_interval": 4,
+        "nextn_predict_layers": 1,
+        "ssm__conv_kernel": 4,
+        "ssm__state_size": KEY_SIZE,
+        "ssm__group_count": KEYS,
+        "ssm__time_step_rank": KEYS * GROUP,
+        "ssm__inner_size": ALL_VALUES,
     }
-    return architecture_of(PATH, values, shapes, None)
+    if architecture == "qwen35moe":
+        given |= {"expert_count": 8, "expert_used_count": 2, "feed_forward_length": None}
+        given |= {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40}
+    shapes = {"token_embd.weight": (100, 64), "output_norm.weight": (64,)}
+    for layer in range(4):
+        names = FULL if layer == 3 else BLOCKS
+        if architecture == "qwen35moe":
+            names = [name for name in names if not name.startswith("ffn_")] + EXPERTS
+        shapes |= {f"blk.{layer}.{name}": (1,) for name in names}
+    shapes |= {"blk.4.nextn.eh_proj.weight": (1,), "blk.4.attn_q.weight": (1,)}
+    return architecture_of(PATH, metadata(architecture, **(given | changes)), shapes, None)
 
 
-def test_a_file_has_every_tensor_that_the_family_calls_for():
-    found = read()
-    family = family_of(found.config)
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
+def test_a_file_has_every_tensor_that_the_family_calls_for(architecture):
+    found = read(architecture)
+    family, names = family_of(found.config), set(found.names.values())
     assert [layer.mixer.widest for layer in family.config.layers][:3] == [KEYS * (8 + 2 * GROUP * VALUE_SIZE)] * 3
     assert len(family.config.layers[3].mixer.rope.frequencies) == 2
-    assert {piece.source for rule in family.rules for piece in rule.ways[0]} == set(found.names.values())
+    assert {piece.source for rule in family.rules for piece in rule.pieces(names)} == names
+
+
+def test_a_file_says_how_many_experts_there_are():
+    experts = family_of(read("qwen35moe").config).config.layers[0].ffn
+    assert (experts.experts, experts.chosen, experts.ffn, experts.shared.ffn) == (8, 2, 24, 40)
 
 
 def test_norms_come_back_around_zero_but_for_the_one_behind_the_memory():

@@ -23,14 +23,16 @@ def test_every_layer_has_experts_and_one_for_all_tokens_behind_a_gate():
 
 
 @pytest.mark.parametrize("behind", ["model.", "model.language_model.", "language_model.model."])
-@pytest.mark.parametrize("joined", [False, True])
-def test_both_layouts_of_experts_load_behind_every_prefix(behind, joined):
+@pytest.mark.parametrize(
+    ("way", "named"), [(0, "experts.0.up_proj.weight"), (1, "experts.gate_up_proj"), (2, "experts.up_proj")]
+)
+def test_all_layouts_of_experts_load_behind_every_prefix(behind, way, named):
     family = family_of(MOE)
     plain = family.config.rules()
-    names = {piece.source for rule in plain for piece in rule.ways[-1 if joined else 0]}
+    names = {piece.source for rule in plain for piece in rule.ways[min(way, len(rule.ways) - 1)]}
     there = {name.replace("model.", behind, 1) for name in names}
     assert {piece.source for rule in family.rules for piece in rule.pieces(there)} == there
-    assert any(name.endswith("experts.gate_up_proj") for name in there) is joined
+    assert any(name.endswith(named) for name in there)
     assert any(name.endswith("shared_expert_gate.weight") for name in there)
 
 
