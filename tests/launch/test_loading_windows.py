@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gated, pytest.mark.reference, pytest.mark.slow]
 
 REFERENCE = dict(np.load(Path(__file__).parents[1] / "reference" / "gemma3.npz"))
 PROMPTS = ("capital", "fibonacci", "long", "unicode", "single", "window")
-TOLERANCE = 1e-3
+TOLERANCE = 2e-4  # float32 in another order of sums; a window one off moves a score by 2e-3
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_transformers(real: LoadedModel, name: str):
     prompt, expected = (tuple(REFERENCE[f"{name}.{key}"].tolist()) for key in ("ids", "greedy"))
     sampling = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
     (answer,) = real.engine.generate([Request(name, prompt, sampling)])
-    tight = np.flatnonzero(REFERENCE[f"{name}.gaps"] < 5 * TOLERANCE)
+    tight = np.flatnonzero(REFERENCE[f"{name}.gaps"] < 1e-2)
     sure = int(tight[0]) if len(tight) else 32
     assert sure > 8
     assert answer.tokens[:sure] == expected[:sure]
