@@ -17,6 +17,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxserve.checkpoint import Progress, manifest, silent
+from jaxserve.checkpoint.allocator import returned_at_once
 from jaxserve.checkpoint.parameters import FOLDER
 from jaxserve.errors import CheckpointError
 
@@ -46,9 +47,9 @@ def restore(folder: Path, abstract: Mapping[str, Any], progress: Progress = sile
     try:
         context = ocp.Context()
         context.memory.read_concurrent_bytes = _largest(folder) + _SPARE_BYTES
-        with context:
+        with context, returned_at_once():
             params: dict[str, Any] = ocp.load(folder / FOLDER, _placed(abstract))
-        jax.block_until_ready(params)
+            jax.block_until_ready(params)
     except Exception as error:  # not less: Orbax raises Exception itself where a file cannot be read
         reason = str(error).partition("\n")[0][:300]
         raise CheckpointError(f"{folder / FOLDER} cannot be restored: {type(error).__name__}: {reason}") from error

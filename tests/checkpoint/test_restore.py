@@ -41,7 +41,7 @@ def test_values_are_those_of_the_source(published, tiny, dtype):
         array = leaf(params, rule.param)
         assert isinstance(array, jax.Array)
         assert array.dtype == dtype
-        np.testing.assert_array_equal(array, rule.apply(tiny.weights[rule.source]).astype(dtype), err_msg=rule.param)
+        np.testing.assert_array_equal(array, rule.make(tiny.weights, np.float32).astype(dtype), err_msg=rule.param)
     total = sum(array.nbytes for array in jax.tree.leaves(params))
     assert seen == [("restore", 0, total), ("restore", total, total)]
 
