@@ -18,7 +18,7 @@ from jaxserve.checkpoint.restore import restore
 from jaxserve.checkpoint.safetensors import SafetensorsFolder
 from jaxserve.checkpoint.store import Store
 from jaxserve.errors import CheckpointError
-from jaxserve.models.family import Family, family_of
+from jaxserve.models.family import family_of
 from jaxserve.models.weights import abstract, nest
 from tests.models import tiny_checkpoints
 
@@ -60,14 +60,8 @@ def test_every_family_is_filled_from_what_its_authors_library_writes(tmp_path, c
         write_parameters(source, family.rules[1:], family.ignored, "auto", content, scratch, silent)
     model_type = tiny_checkpoints.config(case)["model_type"]
     supports(model_type, "Hugging Face")
-    for form in quantised(family):
-        supports(model_type, form)
-
-
-def quantised(family: Family) -> list[str]:
-    """Forms of few bits in which leaves lie in memory."""
-    names = {"float8_e4m3fn": "FP8", "uint8": "MXFP4"}
-    return sorted({names[str(rule.dtype)] for rule in family.rules if str(rule.dtype) in names})
+    if family.quantisation is not None:
+        supports(model_type, type(family.quantisation).__name__)
 
 
 def test_silence_is_a_progress():

@@ -1,7 +1,7 @@
 """Which families are tested in which ways: read from a run of the tests, kept in support.json, shown in the README.
 
 A test that shows something of a family says so with the fixture ``supports``; `make matrix` runs these tests and then
-`python -m tests.house.matrix REPORT`, the report being pytest's JUnit file. A run in which one of them fails, or does
+`python -m tests.house.matrix REPORT...`, the reports being pytest's JUnit files. A run in which one of them fails, or does
 not run, changes nothing. What no test says is untested.
 """
 
@@ -36,15 +36,15 @@ def families() -> list[str]:
     return sorted(path.stem for path in FAMILIES.glob("*.py") if "\ndef family(" in path.read_text())
 
 
-def found(report: Path) -> dict[str, dict[str, str]]:
-    """What the tests of a run showed: family, column, value.
+def found(*reports: Path) -> dict[str, dict[str, str]]:
+    """What the tests of a run, or of its parts, showed: family, column, value.
 
     Raises:
         SystemExit: a test that failed or was skipped, or one that says what has no place in the table.
     """
     seen: dict[str, dict[str, str]] = {}
     known = set(families())
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
+    for case in (case for report in reports for case in ElementTree.parse(report).getroot().iter("testcase")):
         name = f"{case.get('classname')}::{case.get('name')}"
         if any(case.find(kind) is not None for kind in ("failure", "error", "skipped")):
             raise SystemExit(f"{name} did not pass")
@@ -73,9 +73,9 @@ def support_table() -> str:
     return render(json.loads(FILE.read_text()))
 
 
-def main(report: str) -> None:
+def main(*reports: str) -> None:
     """Keeps what a run showed."""
-    FILE.write_text(json.dumps(found(Path(report)), indent=1) + "\n")
+    FILE.write_text(json.dumps(found(*map(Path, reports)), indent=1) + "\n")
 
 
 if __name__ == "__main__":

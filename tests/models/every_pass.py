@@ -26,19 +26,28 @@ POSITIONS = 128
 # Of each slot, the chunks that its prompt is read in: (bucket, tokens), the rest of a bucket is padding. What is left
 # of the prompt is read by single steps; in the last slot, all of it.
 Chunking = Sequence[tuple[int, int]]
-PLAIN: tuple[Chunking, ...] = (
+#
+# Rings are written in one way by short chunks and in another by long ones. A size is a program to compile, so a model
+# gets one of them.
+SHORT: tuple[Chunking, ...] = (
+    ((8, 8),) * 8,
+    ((8, 5), (8, 8), (8, 1), (8, 7), (8, 8), (8, 3), (8, 6)),
+    ((8, 1), (8, 2), (8, 8), (8, 8)),
+    (),
+)
+MEDIUM: tuple[Chunking, ...] = (
     ((16, 16),) * 5,
     ((16, 1), (16, 11), (16, 16), (16, 7), (16, 13), (16, 2)),
     ((16, 5), (16, 16), (16, 8)),
     (),
 )
-# Two sizes: rings are written in one way by short chunks and in another by long ones.
-MIXED: tuple[Chunking, ...] = (
+LONG: tuple[Chunking, ...] = (
     ((32, 32), (32, 32), (32, 20)),
-    ((8, 5), (32, 17), (8, 8), (32, 1), (8, 3), (32, 29)),
-    ((8, 8), (8, 1), (8, 8), (8, 7), (8, 8), (8, 8)),
+    ((32, 5), (32, 17), (32, 1), (32, 29), (32, 11)),
+    ((32, 31), (32, 14)),
     (),
 )
+SIZES = (SHORT, MEDIUM, LONG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +97,7 @@ def cached(
     params: Any,
     prompt: np.ndarray,
     new: int,
-    chunkings: Sequence[Chunking] = MIXED,
+    chunkings: Sequence[Chunking] = LONG,
     *,
     padded: Callable[[int, int], int] = lambda _, count: count,
     spoil: Callable[[DecodeState], DecodeState] = as_it_is,

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.models.cache import KV
-from jaxserve.models.family import Family
 from tests.models import every_pass
 from tests.models import tiny_checkpoints as tiny
 
@@ -40,14 +38,10 @@ def cached(case: str) -> Cached:
     family, params = tiny.load(case)
     golden = tiny.goldens(case)
     prompt, new = golden["prompt"], len(golden["greedy"])
-    (*chunked, stepped), greedy = every_pass.cached(family, params, prompt, new, chunkings(family))
+    (*chunked, stepped), greedy = every_pass.cached(
+        family, params, prompt, new, every_pass.SIZES[CACHED.index(case) % 3]
+    )
     return Cached(tuple(chunked), stepped, greedy)
-
-
-def chunkings(family: Family) -> tuple[every_pass.Chunking, ...]:
-    """One size of chunks where every layer keeps every position; else two, which are written in different ways."""
-    layers = family.empty_cache(1, every_pass.POSITIONS, jnp.float32).layers
-    return every_pass.PLAIN if all(isinstance(layer, KV) for layer in layers) else every_pass.MIXED
 
 
 def agrees(logits: np.ndarray, golden: np.ndarray) -> None:
