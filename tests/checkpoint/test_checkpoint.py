@@ -33,11 +33,12 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), left, right))
 
 
-def test_a_gguf_file_and_a_folder_are_the_same_model(uncaged, tmp_path, published, forms, tiny):
+def test_a_gguf_file_and_a_folder_are_the_same_model(uncaged, tmp_path, published, forms, tiny, supports):
     from_folder = load(published)
     from_gguf = load(convert(forms["gguf"], Store(tmp_path), "tiny"))
     assert same(from_folder[1], from_gguf[1])
     assert {key: from_gguf[0][key] for key in tiny.config} == from_folder[0]
+    supports("llama", "GGUF")
 
 
 def test_control_a_file_of_unpermuted_rows_is_another_model(uncaged, tmp_path, published, tiny, to_gguf):

@@ -58,6 +58,25 @@ def test_an_unknown_architecture_is_named(name):
     assert len(caught.value.message) < 200
 
 
+# As llama.cpp names them.
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("qwen3_moe", "qwen3moe"),
+        ("glm4_moe", "glm4moe"),
+        ("gpt_oss", "gpt-oss"),
+        ("deepseek_v3", "deepseek2"),
+        ("gemma4_text", "gemma4"),
+        ("llada2_moe", "llada2"),
+        ("smollm3", "smollm3"),
+    ],
+)
+def test_families_whose_files_are_not_read_yet(model_type, architecture, supports):
+    with pytest.raises(CheckpointError, match=f"'{architecture}'.*not supported"):
+        read(metadata(architecture))
+    supports(model_type, "GGUF", "refused")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

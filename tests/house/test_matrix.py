@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.house.matrix import COLUMNS, FILE, UNTESTED, VALUES, families, found, render
+from tests.house.matrix import COLUMNS, FILE, MESHES, UNTESTED, VALUES, families, found, on_meshes, render
 
 
 def report(tmp_path, *cases: tuple[str, str]):
@@ -37,7 +37,21 @@ def test_what_passed_is_tested_and_the_rest_is_not(tmp_path):
     assert rows["mistral"].count(UNTESTED) == len(COLUMNS)
 
 
-@pytest.mark.parametrize("fate", ["<failure/>", "<error/>", "<skipped/>"])
+def test_what_was_skipped_says_nothing(tmp_path):
+    assert found(report(tmp_path, ("llama|steps|tested", "<skipped/>"))) == {}
+
+
+def test_meshes_count_where_all_of_them_held(tmp_path):
+    result = tmp_path / "result.json"
+    assert on_meshes(result) == []
+    for held, meshes, expected in ((True, 4, ["llama"]), (False, 4, []), (True, 1, [])):
+        details = {"models": ["llama"], "meshes": ["2x4"] * meshes}
+        result.write_text(json.dumps({"held": held, "details": details}))
+        assert on_meshes(result) == expected
+    assert set(on_meshes(MESHES)) <= set(families())
+
+
+@pytest.mark.parametrize("fate", ["<failure/>", "<error/>"])
 def test_a_run_that_is_not_whole_says_nothing(tmp_path, fate):
     with pytest.raises(SystemExit, match="did not pass"):
         found(report(tmp_path, ("llama|steps|tested", ""), ("llama|steps|tested", fate)))

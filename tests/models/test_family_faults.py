@@ -49,7 +49,7 @@ def everywhere(node: Any, kind: type, change: Change) -> Any:
     return dataclasses.replace(node, **{name: changed[name] for name in fields if changed[name] is not fields[name]})
 
 
-def switch(kind: type, **fields: Any) -> Change:
+def switch(kind: type, /, **fields: Any) -> Change:
     """Other values in every part of one kind; a function is told the part."""
 
     def change(part: Any) -> Any:
