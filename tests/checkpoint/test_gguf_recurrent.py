@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.gguf import GGUFFile
 from jaxserve.checkpoint.gguf_architectures import architecture_of
 from jaxserve.checkpoint.gguf_recurrent import NAMES, WHOLE_NAMES, ValueHeads
+from jaxserve.decode import jitted
 from jaxserve.errors import CheckpointError
 from jaxserve.models.family import family_of
+from jaxserve.models.weights import nest, params_of
 from tests.checkpoint.test_gguf_architectures import PATH, metadata
 
 KEYS, GROUP, KEY_SIZE, VALUE_SIZE, WIDTH = 2, 3, 4, 5, 8
@@ -144,3 +152,40 @@ def test_norms_come_back_around_zero_but_for_the_one_behind_the_memory():
 def test_a_file_that_does_not_fit_its_metadata_is_refused(change, named):
     with pytest.raises(CheckpointError, match=named):
         read(**change)
+
+
+# --- against llama.cpp ------------------------------------------------------------------------------------------------
+
+FOLDER = Path(__file__).parents[1] / "reference" / "tiny_gguf"
+
+
+def distance(architecture: str) -> float:
+    """Of the ten best log-probabilities behind each length from llama.cpp's; infinite where the best is another."""
+    source, text = GGUFFile(FOLDER / f"{architecture}.gguf"), json.loads((FOLDER / f"{architecture}.json").read_text())
+    family, tensors = family_of(source.hf_config()), dict(source.tensors())
+    leaves = {rule.param: jnp.asarray(rule.make(tensors, np.float32)) for rule in family.rules}
+    tokens = jnp.asarray(text["ids"], jnp.int32)[None]
+    logits = jitted.logits(family.graphdef(jnp.float32), params_of(nest(leaves)), tokens)[0]
+    scores = np.asarray(jax.nn.log_softmax(logits))
+    worst = 0.0
+    for length, best in text["next"].items():
+        own = scores[int(length) - 1]
+        worst = max(worst, *(abs(own[token] - score) for token, score in best))
+        worst = worst if own.argmax() == best[0][0] else float("inf")
+    return worst
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
+def test_log_probabilities_are_those_of_llama_cpp(architecture):
+    assert distance(architecture) < 2e-3
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    "tensor", ["attn_qkv", "ssm_conv1d", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_dt", "ssm_out"]
+)
+def test_heads_left_in_their_order_would_show(monkeypatch, tensor):
+    undo = ValueHeads.undo
+    monkeypatch.setattr(ValueHeads, "undo", lambda self, name: None if name.startswith(tensor) else undo(self, name))
+    assert distance("qwen35") > 0.02
