@@ -41,7 +41,7 @@ FILES = 8
 MIB = 1 << 20
 SLACK = 32 * MIB  # stacks and arenas of threads, which do not grow with the checkpoint
 PLACES = {"restore on 1": (1, 1), "restore on 8 (4x2)": (4, 2), "restore on 8 (1x8)": (1, 8)}
-FULL = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 18, "vocab_size": 32_000}
+FULL = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 21, "vocab_size": 32_000}
 QUICK = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "vocab_size": 16_000}
 
 WARM = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "vocab_size": 400}

@@ -246,7 +246,8 @@ def look(name: str, meshes: tuple[MeshShape, ...], *, engine: bool, control: boo
 def main() -> None:
     """Runs the rig."""
     text = {"default": "", "help": "some of them, with commas"}
-    flags = verdict.arguments(__doc__, models=text, meshes=text)
+    plainly = {"action": "store_true", "help": "programs only, no engine around them"}
+    flags = verdict.arguments(__doc__, models=text, meshes=text, without_engine=plainly)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     names = [name for name in flags.models.split(",") if name] or list(MODELS)
