@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test rigs check bench simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain test-mesh memory flagship matrix tables constraints python
+.PHONY: setup serve test rigs check bench bench-experts simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain test-mesh memory flagship matrix tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
@@ -37,6 +37,9 @@ check: $(VENV)/.dev                  ## style, types, floors, sizes, what the do
 bench: $(VENV)/.serve $(PEERS)/.ready ## one run in turns with transformers: ratios and a verdict; ARGS='--rounds 9'
 	$(VENV)/bin/jaxserve pull
 	$(VENV)/bin/python -m benchmarks.paired --peer $(PEERS)/bin/python $(ARGS)
+
+bench-experts: $(VENV)/.serve        ## the product of experts against ragged_dot and against reading them; ARGS='--quick'
+	$(VENV)/bin/python -m benchmarks.experts $(ARGS)
 
 simulate: $(VENV)/.dev               ## 10,000 histories of the engine in a simulated world; ARGS='--replay 17' for one
 	$(VENV)/bin/python -m tests.rigs.simulate $(ARGS)

@@ -204,7 +204,8 @@ def main(argv: list[str]) -> int:
             "rounds": args.rounds,
         }
         args.json.write_text(json.dumps({"about": about, "lines": lines, "missed": missed}, indent=1) + "\n")
-    print("\n".join(missed) or f"at least {FASTER:.0f}x as fast as ragged_dot, within {SLOWER}x of reading")
+    held = "it runs" if args.quick else f"at least {FASTER:.0f}x as fast as ragged_dot, within {SLOWER}x of reading"
+    print("\n".join(missed) or held)
     return len(missed) > 0
 
 
