@@ -190,7 +190,7 @@ class FP8:
             return Piece(f"{piece.source}_scale_inv", (*outputs, count), order, piece.region, piece.rows, spread)
 
         factors = tuple(tuple(map(scales, way)) for way in ways)
-        return _pair(rule, inputs, size, (size, NARROW), "float32", tuple(ways), factors)
+        return _pair(rule, inputs, size, self.block[1], (size, NARROW), "float32", tuple(ways), factors)
 
     def _may_take(self, piece: Piece) -> bool:
         return piece.source.endswith(".weight") and ".conv1d." not in piece.source
@@ -233,13 +233,14 @@ class MXFP4:
             (tuple(piece(plain, kind, tail) for plain in rule.ways[0]),)
             for kind, tail in (("blocks", (count, width)), ("scales", (count,)))
         )
-        return _pair(rule, 1, MXFP4_BLOCK, (width, "uint8"), "uint8", values, scales)
+        return _pair(rule, 1, MXFP4_BLOCK, MXFP4_BLOCK, (width, "uint8"), "uint8", values, scales)
 
 
 def _pair(
     rule: Rule,
     inputs: int,
     size: int,
+    whole: int,
     held: tuple[int, str],
     scale: str,
     values: tuple[tuple[Piece, ...], ...],
@@ -247,13 +248,20 @@ def _pair(
 ) -> tuple[Rule, Rule]:
     """A leaf's values, ``held`` as so many entries a block of such a dtype, and the factors of its blocks.
 
-    Both have an axis of blocks with the logical axis of the inputs: the mesh divides them alike, or not at all.
+    Both have an axis of blocks with the logical axis of the inputs: the mesh divides them alike, or not at all. What
+    experts put out between their two products comes in such blocks, too, so that the mesh divides both products alike:
+    else one of them would be gathered at each step.
     """
-    outputs, axis = rule.shape[:-inputs], rule.axes[-inputs]
-    count, axes = math.prod(rule.shape[-inputs:]) // size, (*rule.axes[:-inputs], axis)
+    shape, axes = [*rule.shape[:-inputs]], [*rule.axes[:-inputs]]
+    if axes[0] == "experts" and "ffn" in axes:
+        at = axes.index("ffn")
+        block = math.gcd(shape[at], whole)
+        shape[at : at + 1], axes[at : at + 1] = [shape[at] // block, block], ["ffn", None]
+    shape.append(math.prod(rule.shape[-inputs:]) // size)
+    axes.append(rule.axes[-inputs])
     return (
-        Rule(f"{rule.param}.values", (*outputs, count, held[0]), (*axes, None), values, held[1]),
-        Rule(f"{rule.param}.scales", (*outputs, count), axes, scales, scale),
+        Rule(f"{rule.param}.values", (*shape, held[0]), (*axes, None), values, held[1]),
+        Rule(f"{rule.param}.scales", tuple(shape), tuple(axes), scales, scale),
     )
 
 

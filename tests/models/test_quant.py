@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.axes import MeshShape, split
 from jaxserve.decode import jitted
 from jaxserve.errors import CheckpointError
 from jaxserve.models import quant
@@ -21,6 +22,7 @@ from jaxserve.plan import WeightShape
 from jaxserve.testing import TINY, random_params
 
 E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+EXPERT_OUT = ("experts", "model", "ffn")
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
 FP8_HF = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 
@@ -170,9 +172,26 @@ def test_packed_experts_put_the_inputs_last():
     leaves = MXFP4().leaves(plain)
     assert [leaf.dtype for leaf in leaves] == ["uint8", "uint8"]
     got = numbers(*(leaf.make(files, np.float32) for leaf in leaves))
-    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(got.reshape(plain.shape), expected)
     bias = rule("layers.0.ffn.gate_up_bias", "x.experts.gate_up_proj_bias", (e, 2, f), ("experts", None, "ffn"))
     assert MXFP4().leaves(bias) == (bias,)
+
+
+@pytest.mark.parametrize("f", [96, 128, 160, 768])
+@pytest.mark.parametrize("quantisation", [MXFP4(), FP8((128, 128))])
+def test_a_mesh_divides_both_products_of_experts_or_none(quantisation, f):
+    e, d = 4, 64
+    shapes = {"gate_up": ((e, 2, f, d), ("experts", None, "ffn", "model")), "down": ((e, d, f), EXPERT_OUT)}
+    names = {"gate_up": "x.experts.gate_up_proj", "down": "x.experts.down_proj"}
+    suffix = "" if quantisation == MXFP4() else ".weight"
+    for tensor in (2, 4, 8):
+        parts = {
+            leaf.param: split(leaf.axes, leaf.shape, MeshShape(1, tensor))[2]
+            for name, (shape, axes) in shapes.items()
+            for leaf in quantisation.leaves(rule(f"layers.0.ffn.{name}", names[name] + suffix, shape, axes))
+        }
+        assert len(parts) == 4
+        assert len(set(parts.values())) == 1
 
 
 def test_which_leaves_are_quantised():
