@@ -48,7 +48,7 @@ def test_a_folder_becomes_a_version(published, tiny):
     }
     assert (found.chat_template, found.generation_config) == ("chat_template.jinja", "generation_config.json")
     assert json.loads((published.folder / "config.json").read_text()) == tiny.config
-    assert len(found.tree) == len(tiny.weights)
+    assert len(found.tree) == len(convert_module.family_of(tiny.config).rules)
     assert {leaf.dtype for leaf in found.tree} == {"float32"}
     assert sum(int(np.prod(leaf.shape)) for leaf in found.tree) == sum(array.size for array in tiny.weights.values())
     assert not list(published.folder.parent.glob(".*"))
@@ -58,7 +58,7 @@ def test_goldens_are_computed_from_the_version_to_be(uncaged, store, forms):
     def goldens(folder: Path) -> dict[str, object]:
         draft = manifest.read(folder)  # what `restore` needs is there already
         assert draft.goldens is None
-        assert len(draft.tree) > 20
+        assert len(draft.tree) > 10
         assert (folder / "params" / "commit_success.txt").is_file()
         return {"prompts": [[1, 2]], "greedy": [[3, 4]]}
 
@@ -92,9 +92,8 @@ def test_a_version_that_this_jaxserve_cannot_use_does_not_count(uncaged, store, 
     assert convert(forms["folder"], store, "tiny").version == with_goldens.version
     family = convert_module.family_of(json.loads((first.folder / "config.json").read_text()))
     renamed = tuple(dataclasses.replace(rule, param=f"new.{rule.param}") for rule in family.rules)
-    monkeypatch.setattr(
-        convert_module, "family_of", lambda _: types.SimpleNamespace(rules=renamed, ignored=family.ignored)
-    )
+    other = types.SimpleNamespace(rules=renamed, ignored=family.ignored, shape=family.shape)
+    monkeypatch.setattr(convert_module, "family_of", lambda _: other)
     assert convert(forms["folder"], store, "tiny").fresh
 
 
