@@ -48,13 +48,14 @@ def same(one: Completion, other: Completion) -> bool:
     return (one.tokens, one.logprobs, one.finish_reason) == (other.tokens, other.logprobs, other.finish_reason)
 
 
-def test_alone_is_together_bit_for_bit(tiny: Engine):
+def test_alone_is_together_bit_for_bit(tiny: Engine, supports):
     requests = [mixed(seed) for seed in range(16)]
     alone = {request.id: tiny.generate([request])[0] for request in requests}
     assert len({one.tokens for one in alone.values()}) > 12
     for order in range(3):
         random.Random(order).shuffle(requests)
         assert all(same(one, alone[one.request.id]) for one in tiny.generate(requests))
+    supports("llama", "engine")
 
 
 def test_the_log_probabilities_are_those_of_the_whole_pass(tiny: Engine):

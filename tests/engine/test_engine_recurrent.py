@@ -51,13 +51,14 @@ def of_length(length: int, name: str = "own") -> Request:
     return Request(name, prompt, sampling)
 
 
-def test_alone_is_together_bit_for_bit(engine: Engine):
+def test_alone_is_together_bit_for_bit(engine: Engine, supports):
     requests = [mixed(seed, lengths=LENGTHS) for seed in range(16)]
     alone = {request.id: engine.generate([request])[0] for request in requests}
     assert len({one.tokens for one in alone.values()}) > 12
     for order in (requests, requests[::-1]):
         assert all(same(one, alone[one.request.id]) for one in engine.generate(order))
     assert engine.recompiles == 0
+    supports(tiny_recurrent.HF["model_type"], "engine")
 
 
 @pytest.mark.parametrize("length", LENGTHS)

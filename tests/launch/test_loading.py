@@ -156,9 +156,10 @@ def differences(model: LoadedModel, params) -> dict[str, float]:
 @pytest.mark.model
 @pytest.mark.reference
 @pytest.mark.slow
-def test_logits_are_those_of_transformers_on_the_real_model(real: LoadedModel):
+def test_logits_are_those_of_transformers_on_the_real_model(real: LoadedModel, supports):
     found = differences(real, real.params)
     assert max(found.values()) < 1e-3, found
+    supports("llama", "real weights")
 
 
 @pytest.mark.model
