@@ -17,7 +17,7 @@ def family(hf: Mapping[str, Any]) -> Family:
     Raises:
         CheckpointError: rotations stated for another number of layers than there are.
     """
-    hf = {"num_key_value_heads": 4, "tie_word_embeddings": True} | hf
+    hf = {"num_key_value_heads": 4, "tie_word_embeddings": True, **hf}
     bias, count = bool(hf.get("attention_bias", False)), need(hf, "num_hidden_layers")
     every = hf.get("no_rope_layer_interval") or 4
     turned = hf.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(count)]  # 1 where it turns
