@@ -100,7 +100,7 @@ SHARED_RINGS = {
 
 
 def test_experts_and_shared_rings_do_not_tell_of_company(supports):
-    engine = tiny_engine(hf=SHARED_RINGS)
+    engine = tiny_engine(hf=SHARED_RINGS, prefill_buckets=(32,))
     layers = engine.device._states[0].cache.layers
     assert [type(layer) for layer in layers] == [Ring, KV, type(None), type(None)]
     company = requests(8)

@@ -62,3 +62,12 @@ def test_shapes_need_no_memory():
 
 def test_numbers_in_a_path_are_indices():
     assert params_of(nest({"layers.10.a": 1, "b": 2})) == {"layers": {10: {"a": 1}}, "b": 2}
+
+
+def test_a_leaf_is_found_under_another_name():
+    one = STACKED.also_named(lambda name: f"inner.{name}", str.upper)
+    assert [piece.source for piece in one.pieces({"inner.fused"})] == ["inner.fused"]
+    assert [piece.source for piece in one.pieces({"FUSED"})] == ["FUSED"]
+    apart = {f"inner.{e}.{name}" for e in range(2) for name in "gu"}
+    assert {piece.source for piece in one.pieces(apart)} == apart
+    assert one.pieces({"nothing"}) == STACKED.ways[0]
