@@ -1,4 +1,4 @@
-"""One model of the hardest kind on one mesh, engine included; the rig does the same for all of them on four."""
+"""One model with experts on one mesh; the rig does the same for every family on four, with engines and controls."""
 
 from __future__ import annotations
 
