@@ -174,13 +174,13 @@ def _together(
 
 
 def _sort(chosen: Int[Array, "m c"], experts: int) -> _Groups:
-    """One sort of one array of unique numbers, and look-ups in it: XLA:CPU scatters one element at a time."""
+    """A sort of unique numbers, and one of the order that it gives: XLA:CPU scatters one element at a time."""
     count = chosen.size
-    keys = chosen.reshape(-1) * count + jnp.arange(count, dtype=chosen.dtype)
-    ordered = jnp.sort(keys)
-    find = functools.partial(jnp.searchsorted, ordered, method="scan_unrolled")
-    ends = find((jnp.arange(experts, dtype=keys.dtype) + 1) * count)
-    return _Groups(ordered % count, find(keys).reshape(chosen.shape), ends)
+    ordered = jnp.sort(chosen.reshape(-1) * count + jnp.arange(count, dtype=chosen.dtype))
+    pairs = ordered % count
+    beyond = (jnp.arange(experts, dtype=ordered.dtype) + 1) * count
+    ends = jnp.searchsorted(ordered, beyond, method="compare_all")
+    return _Groups(pairs, jnp.argsort(pairs).astype(chosen.dtype).reshape(chosen.shape), ends)
 
 
 def _in_blocks(
