@@ -82,7 +82,7 @@ def wrong_compiled(hf: dict[str, Any], mesh: MeshShape) -> list[str]:
         executable = programs._trace(program).lower().compile()
         wrong += wrong_bytes(programs, program, executable)
         gathered = gathered_weights(executable, programs._family, mesh)
-        wrong += [f"{program} on {mesh} gathers weights: {line[:120]}" for line in gathered]
+        wrong += [f"{program} on {mesh} gathers weights: {line[:100]}" for line in gathered]
     return wrong
 
 
