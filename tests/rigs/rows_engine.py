@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 
+from jaxserve.server.vitals import LOOK_SECONDS
 from tests.rigs.clients import Answer, ask, ask_all
 from tests.rigs.faulty import MARK, PLANT
 from tests.rigs.served import Served, served, started
@@ -180,6 +181,7 @@ async def pause(stage: Stage) -> str:
         server.control("stop_engine")
         unready = await until(lambda: _status(server, "/readyz") == 503, what="/readyz is 503")
         assert _status(server, "/livez") == 200
+        await asyncio.sleep(3 * LOOK_SECONDS)  # a probe sees it at once, the watchdog that counts only when it looks
         server.control("release")
         ready = await until(lambda: _status(server, "/readyz") == 200, what="/readyz is 200")
     await stage.normal()
