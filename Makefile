@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test rigs check bench bench-experts simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain test-mesh memory flagship matrix tables constraints python
+.PHONY: setup serve test rigs gated check bench bench-experts simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain test-mesh memory flagship matrix tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
@@ -26,6 +26,9 @@ test: $(VENV)/.dev                   ## the whole suite; ARGS='-k scheduler' for
 
 rigs: $(VENV)/.dev                   ## every rig in its short size, and the mistakes that each must find
 	$(VENV)/bin/pytest -m rig $(ARGS)
+
+gated: $(VENV)/.dev                  ## the tests of models under terms of their own, where somebody has pulled them
+	$(VENV)/bin/pytest -m gated $(ARGS)
 
 check: $(VENV)/.dev                  ## style, types, floors, sizes, what the documents say
 	$(VENV)/bin/ruff check

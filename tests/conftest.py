@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "checkpoints"
 MODEL = "smollm2-135m-instruct"
 GATED_MODEL = "gemma3-270m"
+MOST_MAPS = 20_000
 
 # The suite compiles the same small programs again and again: keep them, however quickly they compile.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
@@ -42,6 +44,16 @@ def supports(request: pytest.FixtureRequest) -> Callable[..., None]:
         request.node.user_properties.append(("supports", f"{model_type}|{column}|{value}"))
 
     return say
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_maps():
+    """Forgets compiled programs before there are too many: each has memory maps, of which a process may have 65,530."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

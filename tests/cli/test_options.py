@@ -59,7 +59,7 @@ def test_help_lists_settings_by_section():
     lines = CliRunner().invoke(command, ["--help"]).output.splitlines()
     assert all(any(setting.flag in line for line in lines) for setting in SETTINGS.values())
     headings = [line.partition(":")[0] for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Options", "model", "checkpoints", "engine", "server", "auth", "tls", "audit", "log"]
+    assert headings == ["Options", "model", "checkpoints", "engine", "mesh", "server", "auth", "tls", "audit", "log"]
 
 
 def test_a_command_may_offer_a_section_only(monkeypatch):

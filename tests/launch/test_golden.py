@@ -30,7 +30,7 @@ def test_goldens_are_stored_and_kept(loaded: LoadedModel):
 
 def test_a_changed_weight_fails_the_test(loaded: LoadedModel):
     engine: Engine = loaded.engine
-    layer = engine.device.programs._params["layers"][1]["mlp"]["down"]
+    layer = engine.device.programs._params["layers"][1]["ffn"]["down"]
     good = layer["kernel"]
     try:
         layer["kernel"] = good * -1.0

@@ -176,8 +176,8 @@ def test_rows_of_queries_and_keys_left_permuted_would_show(real: LoadedModel):
 
     spoilt = dict(real.params) | {"layers": dict(real.params["layers"])}
     for index, layer in real.params["layers"].items():
-        qkv = {"kernel": permuted(layer["attention"]["qkv"]["kernel"])}
-        spoilt["layers"][index] = dict(layer) | {"attention": dict(layer["attention"]) | {"qkv": qkv}}
+        qkv = {"kernel": permuted(layer["mixer"]["qkv"]["kernel"])}
+        spoilt["layers"][index] = dict(layer) | {"mixer": dict(layer["mixer"]) | {"qkv": qkv}}
     assert differences(real, spoilt)["capital"] > 1.0
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.config import Config, EngineConfig, MeshConfig, ModelConfig, Pool, load
 from jaxserve.errors import CheckpointError, ConfigError, PlanError
+from jaxserve.launch import planning
 from jaxserve.launch.planning import FORCED, plan, where
 from jaxserve.plan import Hardware
 from jaxserve.testing import TINY
@@ -59,7 +60,7 @@ def test_the_compiler_is_asked(tiny_json):
 
 
 def test_a_mesh_needs_its_devices(tiny_json, monkeypatch):
-    monkeypatch.setattr("jaxserve.launch.planning.this_machine", lambda: Hardware("cpu", 1, 2**34))
+    monkeypatch.setattr(planning, "this_machine", lambda: Hardware("cpu", 1, 2**34))
     config = Config(engine=EngineConfig(pools=(Pool(2, 64),)), mesh=MeshConfig(tensor=2))
     with pytest.raises(PlanError, match="takes 2 devices, there is 1"):
         plan(config, tiny_json)

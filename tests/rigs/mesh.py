@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import math
 import re
@@ -240,6 +241,9 @@ def look(name: str, meshes: tuple[MeshShape, ...], *, engine: bool, control: boo
         if control and shape.expert > 1 and not control_gathers(hf, shape):
             here.append("a program without its mesh is not found to gather experts")
         wrong += [f"{name} on {shape}: {what}" for what in here]
+        del mesh
+        jax.clear_caches()  # a program takes memory maps, of which a process may have 65,530
+        gc.collect()
         print(f"{name} on {shape}: {'as alone' if not here else '; '.join(here)}", flush=True)
     other = wrong_numbers(alone, Sharded.of(hf, MeshShape(), seed=1)) if control else [""]
     return wrong + ([] if other else [f"{name}: other weights give the same numbers"])
