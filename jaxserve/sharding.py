@@ -48,6 +48,16 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> Na
     return NamedSharding(mesh, spec(axes, shape, MeshShape(**mesh.shape)))
 
 
+def fed(x: jax.Array, axes: Sequence[str | None], shape: Sequence[int]) -> jax.Array:
+    """An input of a map whose kernel has these logical axes, inputs last: split as those are.
+
+    Parts of the input then meet parts of the kernel where they lie, and sums travel instead of the kernel.
+    """
+    if axis_size("expert") * axis_size("tensor") == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - 1), spec(axes, shape)[-1]))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on each device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -28,6 +28,7 @@ from jaxserve.models.passes import Pass
 from jaxserve.models.weights import Piece, Rule, rule
 from jaxserve.plan import CacheShape
 from jaxserve.pytree import pytree
+from jaxserve.sharding import held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +209,7 @@ class GatedDeltaNet(nnx.Module):
         """Mixes positions; returns the output and what the block adds to the memory."""
         config, (b, t) = self.config, x.shape[:2]
         cached: Recurrent | None = run.cached(layer)
-        both = self.qkvz(x)
+        both = held(self.qkvz(x), (None, None, "kv_heads", None))
         inputs, z = both[..., : config.channels].swapaxes(1, 2), both[..., config.channels :]
         q, k, v = self._heads(inputs, self._before(inputs, cached, run))
         decay, beta = self._gates(x)
@@ -242,7 +243,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _gates(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b k m t"], Float[Array, "b k m t"]]:
         """Logarithm of the decay, and how much of a value is written."""
-        both = self.ba(x).astype(jnp.float32).transpose(3, 0, 2, 4, 1)
+        both = held(self.ba(x), (None, None, "kv_heads", None, None)).astype(jnp.float32).transpose(3, 0, 2, 4, 1)
         decay = -jnp.exp(self.rate[...])[..., None] * jax.nn.softplus(both[1] + self.time_bias[...][..., None])
         return decay, jax.nn.sigmoid(both[0])
 

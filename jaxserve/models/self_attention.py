@@ -21,9 +21,10 @@ from jaxserve.models.passes import Pass
 from jaxserve.models.rope import Rope, rotate
 from jaxserve.models.weights import Piece, Rule, rule
 from jaxserve.plan import CacheShape
-from jaxserve.sharding import held
+from jaxserve.sharding import fed, held
 
 _SPLIT = (None, None, "kv_heads", None, None)
+_KERNEL = ("kv_heads", None, None, "model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ class SelfAttention(nnx.Module):
         """Mixes positions; returns the output and the block's own entries ``[b, k, t, h]``."""
         config, (b, t) = self.config, x.shape[:2]
         group, gates, keys, _ = config.parts
-        both = held(self.qkv(x), _SPLIT)
+        both = held(self.qkv(fed(x, _KERNEL, self.qkv.kernel.shape)), _SPLIT)
         q = both[:, :, :, :group].reshape(b, t, -1, config.head_size)
         q = q if self.q_norm is None else self.q_norm(q)
         q = q if config.rope is None else rotate(q, *run.rotation(config.rope, x.dtype))

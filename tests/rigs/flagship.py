@@ -82,7 +82,9 @@ def wrong_compiled(hf: dict[str, Any], mesh: MeshShape) -> list[str]:
         executable = programs._trace(program).lower().compile()
         wrong += wrong_bytes(programs, program, executable)
         gathered = gathered_weights(executable, programs._family, mesh)
-        wrong += [f"{program} on {mesh} gathers weights: {line[:100]}" for line in gathered]
+        lines = [f"{program} on {mesh} gathers weights: {line[:100]}" for line in gathered]
+        print("\n".join(lines), end="\n" * bool(lines), flush=True)
+        wrong += lines
     return wrong
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequest
@@ -74,6 +74,8 @@ def check_stops(make: Callable[..., Detokenizer]) -> None:
 
     @fixed
     @given(st.text(alphabet="abc", max_size=25), stops, chunkings)
+    # What hypothesis draws depends on which modules are loaded, even derandomised: the rare one is always tried.
+    @example("caaab", ["aab"], [1, 1, 1, 1, 1])
     def check(text, stop, sizes):
         detokenizer = make(stop)
         ids = list(text.encode())
