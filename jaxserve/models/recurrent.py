@@ -79,6 +79,7 @@ class DeltaConfig:
             fixed=self.key_heads * (self.kernel - 1) * self.channels,
             fixed_float32=self.value_heads * self.key_size * self.value_size,
             heads=self.key_heads,
+            added=self.key_heads * (self.key_size + self.channels) + self.value_heads * (self.value_size + 1),
         )
 
     def rules(self, width: int, to: str, of: str) -> tuple[Rule, ...]:

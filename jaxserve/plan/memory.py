@@ -44,14 +44,15 @@ def state_bytes(pool: PoolPlan, widths: int, log: int) -> int:
 def workspace_bytes(model: ModelShape, pools: Iterable[PoolPlan]) -> int:
     """An upper estimate of what the hungriest program needs beside its arguments.
 
-    One layer's activations and attention scores of a pass, in float32 and twice over; for a run also a few copies of
-    the logits. A mesh is not counted on: it splits some of it. The compiler's own figure is known only after
+    One layer's activations and attention scores of a pass, in float32 and twice over, and what its tokens add to all
+    layers' caches, which is written at its end; for a run also a few copies of the logits. A mesh is not counted on: it splits some of it. The compiler's own figure is known only after
     compilation.
     """
 
     def activations(rows: int, tokens: int, positions: int) -> int:
         scores = model.heads * max(tokens, min(model.key_block, positions))
-        return 2 * rows * tokens * (4 * model.widest + 2 * scores) * FLOAT32
+        added = sum(max(layer.added, layer.per_position) for layer in model.cache)
+        return rows * tokens * (2 * (4 * model.widest + 2 * scores) + added) * FLOAT32
 
     needs = [0]
     for pool in pools:

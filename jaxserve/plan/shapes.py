@@ -54,6 +54,7 @@ class CacheShape:
         fixed: numbers that stand for all positions.
         fixed_float32: further ones, in float32 whatever the model's dtype.
         heads: key heads among which all of it divides.
+        added: numbers that a new token has until they are kept, where they are more than those of its position.
     """
 
     per_position: int = 0
@@ -61,6 +62,7 @@ class CacheShape:
     fixed: int = 0
     fixed_float32: int = 0
     heads: int = 1
+    added: int = 0
 
     def bytes(self, positions: int, dtype_bytes: int, mesh: MeshShape = ONE_DEVICE) -> int:
         """What a device holds for a slot of so many positions."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -42,6 +44,15 @@ def test_rows_and_history_are_counted():
         exact = sum(leaf.nbytes for leaf in jax.tree.leaves(rows)) + pool.rows * (pool.positions + 3) * 4
         assert exact <= plan.state_bytes(pool) <= 3 * exact
         assert rest.tokens.dtype == jnp.int32
+
+
+def test_the_workspace_holds_what_a_pass_adds_to_every_layer():
+    pools = planned(Pool(2, 256)).pools
+    plain = memory.workspace_bytes(MIXED, pools)
+    layers = tuple(dataclasses.replace(layer, added=10_000) for layer in MIXED.cache)
+    more = memory.workspace_bytes(dataclasses.replace(MIXED, cache=layers), pools)
+    before = sum(layer.per_position for layer in MIXED.cache)
+    assert more - plain == pools[0].buckets[-1] * (10_000 * len(layers) - before) * 4
 
 
 def test_the_workspace_grows_with_what_a_program_reads():
