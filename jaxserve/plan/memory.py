@@ -45,8 +45,8 @@ def workspace_bytes(model: ModelShape, pools: Iterable[PoolPlan]) -> int:
     """An upper estimate of what the hungriest program needs beside its arguments.
 
     One layer's activations and attention scores of a pass, in float32 and twice over, and what its tokens add to all
-    layers' caches, which is written at its end; for a run also a few copies of the logits. A mesh is not counted on: it splits some of it. The compiler's own figure is known only after
-    compilation.
+    layers' caches, which is written at its end; for a run also a few copies of the logits. A mesh is not counted on:
+    it splits some of it. The compiler's own figure is known only after compilation.
     """
 
     def activations(rows: int, tokens: int, positions: int) -> int:

@@ -60,7 +60,7 @@ GATES = {
     "fuzz": "10,000 malformed requests: none answered with 500 or more, none later than 2 s, all in OpenAI's shape",
     "fuzz-parsers": "ten minutes each of damaged GGUF, safetensors, manifests, requests; less of 8 others: no crash",
     "corrupt": "200 bit flips, truncations and deletions: each refused before ready, the file named",
-    "test-mesh": "every family on four meshes of eight: within 1e-5, an eighth of the bytes each, no weight gathered",
+    "test-mesh": "every family on four meshes of eight: scores within 1e-5, an eighth of the bytes, no weight gathered",
     "memory": "2 GB in eight files, converted, restored on 1 and 8 devices: twice the largest tensor beside what stays",
     "flagship": "35 B parameters compiled for eight devices: bytes within 2 % of the plan; lowered for cuda and tpu",
     "soak": "30 minutes of everything: at most 1 MB per 1,000 requests, nothing compiled; a planted leak is found",
