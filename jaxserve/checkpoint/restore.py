@@ -46,7 +46,7 @@ def restore(folder: Path, abstract: Mapping[str, Any], progress: Progress = sile
     progress("restore", 0, total)
     try:
         context = ocp.Context()
-        context.memory.read_concurrent_bytes = _largest(folder) + _SPARE_BYTES
+        context.memory.read_concurrent_bytes = _largest(folder, wanted) + _SPARE_BYTES
         with context, returned_at_once():
             params: dict[str, Any] = ocp.load(folder / FOLDER, _placed(abstract))
             jax.block_until_ready(params)
@@ -66,10 +66,13 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield prefix + name, child
 
 
-def _largest(folder: Path) -> int:
-    """Bytes of the largest parameter as it is stored: so much may be read before it is where it belongs."""
-    sizes = (math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in manifest.read(folder).tree)
-    return max(sizes, default=0)
+def _largest(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    """Bytes of the largest parameter, stored or cast: so much may be read before it is where it belongs.
+
+    Orbax counts what is read in the dtype that it is asked for, and refuses a parameter that is larger.
+    """
+    stored = {leaf.path: np.dtype(leaf.dtype).itemsize for leaf in manifest.read(folder).tree}
+    return max((leaf.size * max(leaf.dtype.itemsize, stored[path]) for path, leaf in wanted.items()), default=0)
 
 
 def _placed(abstract: Mapping[str, Any]) -> Any:
