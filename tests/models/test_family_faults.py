@@ -214,7 +214,6 @@ def test_a_fault_between_passes_shows(case, fault):
     assert not furthest(case, tiny.load(case)[0], **KEPT[case, fault]) <= SHOWS
 
 
-@pytest.mark.skipif("qwen3_5" not in tiny.CASES, reason="no recurrent family")
 def test_a_memory_that_is_not_cleared_shows(monkeypatch):
     monkeypatch.setattr(recurrent, "since_start", lambda leaf, _: leaf)
     # Another longest text, so that no program compiled before is used again, nor this one later.
