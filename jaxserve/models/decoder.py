@@ -199,6 +199,7 @@ class Decoder(nnx.Module):
         row: Int[Array, ""] | int = 0,
         span: Int[Array, ""] | None = None,
         real: Bool[Array, "b t"] | None = None,
+        positions: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t d"], tuple[Any, ...]]:
         """Runs ``tokens`` at positions ``start .. start+t-1`` over the cached prefix below ``start``.
 
@@ -212,13 +213,15 @@ class Decoder(nnx.Module):
             span: longest ``start`` that matters, by default the longest of all; rows beyond it compute garbage.
             real: tokens whose output matters, by default all; the others (padding, empty slots) may be left out of
                 what costs most, and give garbage.
+            positions: of the tokens, where they do not simply follow each other (a whole-sequence pass over a text
+                and its noisy copies); without windows or a cache, which go by the order of tokens.
 
         Returns:
             Final hidden states (after the last norm), and the block's own cache entries, layer by layer:
             ``cache.write`` keeps as many of them as turn out to be final.
         """
         config = self.config
-        run = Pass(start, mask, cache, row, span, real, config.key_block)
+        run = Pass(start, mask, cache, row, span, real, config.key_block, positions)
         x = self.embedding[...][tokens]
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)

@@ -39,10 +39,11 @@ class Pass:
         span: Int[Array, ""] | None,
         real: Bool[Array, "b t"] | None,
         key_block: int,
+        positions: Int[Array, "b t"] | None = None,
     ) -> None:
         self.start, self.mask, self.row, self.real = start, mask, row, real
         self.span = jnp.max(start) if span is None else span
-        self.positions = start[:, None] + jnp.arange(mask.shape[1])
+        self.positions = start[:, None] + jnp.arange(mask.shape[1]) if positions is None else positions
         self.length = mask.shape[1] if cache is None else cache.length
         self.key_block = min(key_block, self.length)
         self.side: Any = None

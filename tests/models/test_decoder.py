@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxserve.decode import jitted
 from jaxserve.errors import CheckpointError
@@ -31,8 +32,6 @@ def test_cached_passes_give_the_whole_pass(key_block):
 
     @jax.jit
     def passed(params, cache, part, start):
-        from flax import nnx
-
         model, t = nnx.merge(model_def, params), part.shape[0]
         at = start[None]
         hidden, fresh = model(part[None], at, jnp.tril(jnp.ones((1, t, t), bool)), cache)
@@ -44,6 +43,21 @@ def test_cached_passes_give_the_whole_pass(key_block):
             logits, cache = passed(params, cache, jnp.asarray(tokens[start : start + size]), jnp.int32(start))
             np.testing.assert_allclose(logits, expected[start : start + size], atol=2e-5)
             start += size
+
+
+def test_two_texts_in_one_pass_do_not_meet():
+    """Positions and a mask of the caller's own: a text and, behind it, another that starts at 0 again."""
+    family, params = tiny.load("llama")
+    model = nnx.merge(family.graphdef(jnp.float32), params)
+    tokens = jnp.asarray(tiny.goldens("llama")["prompt"][:32], jnp.int32)[None]
+    of = jnp.arange(32) // 20
+    mask = (jnp.tril(jnp.ones((32, 32), bool)) & (of[:, None] == of))[None]
+    start, apart = jnp.zeros(1, jnp.int32), (jnp.arange(32) - 20 * of)[None]
+    together, _ = model(tokens, start, mask, positions=apart)
+    alone, _ = model(tokens[:, 20:], start, jnp.tril(jnp.ones((1, 12, 12), bool)))
+    np.testing.assert_allclose(together[:, 20:], alone, atol=2e-5)
+    following, _ = model(tokens, start, mask, positions=apart.at[:, 21:].add(1))
+    assert np.abs(following[:, 20:] - alone).max() > 1e-2
 
 
 @pytest.mark.parametrize("case", tiny.CASES)

@@ -22,6 +22,13 @@ def test_positions_follow_what_stands_before():
     assert int(a_pass(span=jnp.int32(2)).span) == 2
 
 
+def test_positions_may_be_given():
+    given = jnp.asarray([[0, 1, 1], [4, 0, 0]], jnp.int32)
+    run = Pass(jnp.zeros(2, jnp.int32), MASK, None, 0, None, None, 128, given)
+    np.testing.assert_allclose(run.rotation(ROPE, jnp.float32)[1][1, 0], np.sin([4.0, 0.4]), atol=1e-6)
+    np.testing.assert_array_equal(run.rotation(ROPE, jnp.float32)[0][0, 1], run.rotation(ROPE, jnp.float32)[0][0, 2])
+
+
 def test_a_pass_without_a_cache_is_as_long_as_its_tokens():
     kept = KV(entries(2, 1, 64, 4, jnp.float32), entries(2, 1, 64, 4, jnp.float32))
     alone, cached = a_pass(), a_pass(cache=Cache((kept, None), 64, 2))

@@ -1,0 +1,104 @@
+"""Records to JSON: a small, exact task, to train and to measure the tiny block-diffusion model with.
+
+Knows the records, their wording, which of them are held out, and how drafts are corrupted. It does not know a model.
+
+A record is held out if a hash of its names and its city says so, so training never sees that person in that city:
+with the same words, the combination is always new.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+FIRST = _words(
+    "Alice Boris Carol David Elena Frank Grace Heidi Ivan Judy Kevin Laura Mario Nina Oscar Peggy "
+    "Quentin Ruth Simon Teresa Ursula Victor Wendy Xavier Yvonne Zach Amber Bruno Clara Dmitri Felix Hugo"
+)
+LAST = _words(
+    "Adams Baker Clark Dixon Evans Fisher Garcia Hansen Irwin Jones Keller Lopez Miller Novak Olsen Perez "
+    "Quinn Rossi Silva Turner Ulrich Vogel Weber Xu Young Zhang Brown Cruz Dubois Ferrari Kovacs Sato"
+)
+CITIES = _words("Paris Berlin Tokyo Lima Cairo Oslo Delhi Quito Athens Bogota Dublin Hanoi Madrid Nairobi Seoul Vienna")
+ROLES = _words("admin editor viewer owner guest auditor")
+AGES = range(18, 80)
+
+HELD_OUT = 10  # one of so many
+SMALLEST, LARGEST = " ", "~"  # printable ASCII
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One person: what is asked and what is right."""
+
+    first: str
+    last: str
+    age: int
+    city: str
+    role: str
+
+    @property
+    def question(self) -> str:
+        """What a user writes."""
+        return f"{self.first} {self.last}, {self.age}, {self.city}, {self.role}"
+
+    @property
+    def answer(self) -> str:
+        """The JSON that is right, to the letter."""
+        mail = f"{self.first}.{self.last}@{self.city}.example".lower()
+        name = f"{self.first} {self.last}"
+        return json.dumps({"name": name, "age": self.age, "city": self.city, "role": self.role, "mail": mail})
+
+    @property
+    def held_out(self) -> bool:
+        """Training must not see it."""
+        digest = hashlib.sha256(f"{self.first} {self.last} {self.city}".encode()).digest()
+        return digest[0] % HELD_OUT == 0
+
+
+def records(seed: int, *, held_out: bool) -> Iterator[Record]:
+    """Records without end, the same for the same seed, none of the other kind."""
+    draw = random.Random(seed)
+    while True:
+        record = Record(*map(draw.choice, (FIRST, LAST, AGES, CITIES, ROLES)))
+        if record.held_out == held_out:
+            yield record
+
+
+def held_out(count: int = 500) -> list[Record]:
+    """The records to measure with: always the same ones, all different."""
+    found: dict[Record, None] = {}
+    for record in records(0, held_out=True):
+        found[record] = None
+        if len(found) == count:
+            return list(found)
+    raise AssertionError("there is always another record")
+
+
+def corrupted(text: str, count: int, seed: int) -> tuple[str, tuple[int, ...]]:
+    """A draft with ``count`` of its characters replaced by others, and where they are.
+
+    A letter becomes another letter and a digit another digit, which nothing but the question can tell from the right
+    one; anything else becomes any other printable character.
+    """
+    draw = random.Random(f"{seed} {text}")
+    places = tuple(sorted(draw.sample(range(len(text)), count)))
+    letters = list(text)
+    for at in places:
+        letters[at] = draw.choice([other for other in _kind(text[at]) if other != text[at]])
+    return "".join(letters), places
+
+
+def _kind(letter: str) -> str:
+    for kind in ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"):
+        if letter in kind:
+            return kind
+    return "".join(map(chr, range(ord(SMALLEST), ord(LARGEST) + 1)))
