@@ -1,0 +1,1 @@
+"""Products by other hands than XLA's, each with a twin in XLA that takes its place where it is not there."""
