@@ -99,6 +99,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     compilation_cache: Annotated[Path | None, means("folder that keeps compiled programs from start to start")] = Path(
         "~/.cache/jaxserve/programs"
     )
+    expert_product: Annotated[
+        Literal["auto", "ragged_dot", "tokamax"],
+        means("kernel of experts on GPU and TPU; `ragged_dot`: XLA's own; `tokamax`: that package's"),
+    ] = "auto"
     huge_pages: Annotated[
         Literal["auto", "off"], means("`auto`: on Linux ask the C library for huge pages, twice as fast on CPU")
     ] = "auto"
@@ -113,6 +117,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor: Annotated[
         int, Meta(ge=1, le=4096), means("devices among which heads and feed-forward parts are split, times those")
     ] = 1
+    exchange_tokens: Annotated[
+        Auto | Count | None,
+        means("tokens of a pass from which on each goes to its experts' devices only; `auto`: by bytes; `off`: never"),
+    ] = "auto"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ from jaxserve.engine.scheduler import Policy
 from jaxserve.errors import ConfigError
 from jaxserve.launch.device import configure_jax, this_machine
 from jaxserve.launch.golden import self_test
-from jaxserve.launch.planning import mesh_of, plan_for, read_config, version_folder
+from jaxserve.launch.planning import mesh_of, plan_for, read_config, routing_of, version_folder
 from jaxserve.models.family import Family, family_of
 from jaxserve.models.weights import abstract, params_of
 from jaxserve.plan import Plan
@@ -88,7 +88,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
     tokenizer = Tokenizer.load(folder / "tokenizer")
     generation = read_json(folder / GENERATION_CONFIG)
     eos = end_tokens(tokenizer.eos_ids, generation, hf)
-    graphdef = family.graphdef(jnp.dtype(planned.dtype))
+    graphdef = family.graphdef(jnp.dtype(planned.dtype), routing_of(planned))
     programs = Programs(planned, family, graphdef, params, Autoregressive(planned.max_logprobs), mesh)
     engine = Engine(JaxDevice(programs), _policy(config, planned), eos=eos)
     engine.warm_up(progress)

@@ -6,6 +6,7 @@ Knows where a model's ``config.json`` is and how its programs are compiled witho
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve.axes import MeshShape
+from jaxserve.axes import MeshShape, split
 from jaxserve.checkpoint import Progress, silent
 from jaxserve.checkpoint.side_files import CONFIG
 from jaxserve.checkpoint.store import Store
@@ -23,6 +24,8 @@ from jaxserve.engine.programs import Programs
 from jaxserve.errors import CheckpointError, PlanError
 from jaxserve.launch.device import this_machine
 from jaxserve.models.family import Family, family_of
+from jaxserve.models.kernels import grouped
+from jaxserve.models.passes import Routing
 from jaxserve.models.weights import abstract, params_of
 from jaxserve.plan import Hardware, Plan, check, draft_plan, fits_where, hardware
 from jaxserve.sharding import make_mesh
@@ -76,8 +79,12 @@ def plan_for(config: Config, family: Family, there: Hardware) -> Plan:
 
 
 def draft(config: Config, family: Family, there: Hardware) -> Plan:
-    """The same, whether it fits or not."""
-    return draft_plan(
+    """The same, whether it fits or not.
+
+    Raises:
+        ConfigError: a product of experts that is not there.
+    """
+    drafted = draft_plan(
         family.shape,
         config.engine,
         dtype=config.model.dtype,
@@ -85,7 +92,34 @@ def draft(config: Config, family: Family, there: Hardware) -> Plan:
         memory_limit=there.memory,
         mesh=MeshShape(config.mesh.expert, config.mesh.tensor),
         devices=there.devices,
+        exchange=config.mesh.exchange_tokens,
     )
+    return dataclasses.replace(drafted, multiplies=multiplies(drafted, there.platform))
+
+
+def multiplies(planned: Plan, platform: str) -> str | None:
+    """What multiplies with experts on a GPU or TPU, in a word or two; ``None`` elsewhere, or where there are none.
+
+    Raises:
+        ConfigError: a product that is not there.
+    """
+    held = [weight for weight in planned.model.weights if "experts" in weight.axes]
+    if any(weight.dtype is not None for weight in held):
+        return "blocks, for each of which an expert is unpacked"
+    found: list[str | None] = []
+    for weight in held:
+        if not {"ffn", "model"} <= set(weight.axes):  # a bias
+            continue
+        ways = split(weight.axes, weight.shape, planned.mesh)
+        own = [size // planned.mesh.size(way) for size, way in zip(weight.shape, ways, strict=True)]
+        kernels = own[0], math.prod(own[1:-1]), own[-1]
+        found.append(grouped.choice(platform, kernels, (planned.dtype, planned.dtype), planned.expert_product))
+    return " and ".join(sorted({name for name in found if name is not None})) or None
+
+
+def routing_of(planned: Plan) -> Routing:
+    """How the plan has tokens meet their experts."""
+    return Routing(planned.expert_product, planned.exchange_tokens)
 
 
 def mesh_of(planned: Plan) -> Mesh | None:
@@ -110,7 +144,7 @@ def abstract_programs(planned: Plan, family: Family) -> Programs:
     dtype = jnp.dtype(planned.dtype)
     params = params_of(abstract(family.rules, dtype, mesh))
     strategy = Autoregressive(planned.max_logprobs)
-    return Programs(planned, family, family.graphdef(dtype), params, strategy, mesh)
+    return Programs(planned, family, family.graphdef(dtype, routing_of(planned)), params, strategy, mesh)
 
 
 def with_workspace(planned: Plan, family: Family, progress: Progress = silent) -> Plan:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.models.cache import Cache
 from jaxserve.models.layers import Norm, RMSNorm, parameter, product
-from jaxserve.models.passes import Pass
+from jaxserve.models.passes import UNPLANNED, Pass, Routing
 from jaxserve.models.weights import Rule, rule
 from jaxserve.plan import CacheShape, ModelShape, WeightShape
 
@@ -54,6 +54,10 @@ class Layer(Protocol):
     mixer: Mixer
 
     @property
+    def chosen(self) -> int:
+        """Experts that a token takes; 0 where there are none."""
+
+    @property
     def widest(self) -> int:
         """Numbers of a token's widest activation."""
 
@@ -81,6 +85,11 @@ class BlockConfig:
     def widest(self) -> int:
         """Numbers of a token's widest activation."""
         return max(self.mixer.widest, self.ffn.widest)
+
+    @property
+    def chosen(self) -> int:
+        """Experts that a token takes; 0 where there are none."""
+        return getattr(self.ffn, "chosen", 0)
 
     def build(self, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Block:
         """The module."""
@@ -130,6 +139,7 @@ class DecoderConfig:
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         side: configuration of a module ``(tokens, embeddings) -> anything``, run once, for every layer to use.
         key_block: positions of the cached prefix that attention reads at a time.
+        routing: how tokens meet their experts, if there are any.
     """
 
     vocab_size: int
@@ -142,6 +152,7 @@ class DecoderConfig:
     softcap: float | None = None
     side: Any = None
     key_block: int = 128
+    routing: Routing = UNPLANNED
 
     def rules(self) -> tuple[Rule, ...]:
         """Each weight once, under the names of ``LlamaForCausalLM`` and kin."""
@@ -175,6 +186,8 @@ class DecoderConfig:
             widest=max(self.width, *(layer.widest for layer in self.layers)),
             heads=max(getattr(mixer, "heads", 1) for mixer in mixers),
             key_block=self.key_block,
+            width=self.width,
+            chosen=max((layer.chosen for layer in self.layers), default=0),
         )
 
 
@@ -222,6 +235,7 @@ class Decoder(nnx.Module):
         """
         config = self.config
         run = Pass(start, mask, cache, row, span, real, config.key_block, positions)
+        run.routing = config.routing
         x = self.embedding[...][tokens]
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)

@@ -1,7 +1,8 @@
 """The routed product: each token through the few experts that its router chose, weighted and summed.
 
 Knows how tokens and experts are brought together: on one device in blocks or in grouped products, and over a mesh.
-It does not know who chose (``moe``), nor how packed kernels are unpacked (``quant``).
+It does not know who chose (``moe``), nor how packed kernels are unpacked (``quant``), nor how a grouped product is
+computed (``kernels``).
 
 A token's result does not depend on the other tokens of the batch, bit for bit: every block has the same number of
 rows, and a token's experts are summed in the order of its own choice.
@@ -19,18 +20,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.axes import MeshShape, split
+from jaxserve.models.kernels import grouped
 from jaxserve.models.layers import product
+from jaxserve.models.passes import UNPLANNED, Routing
 from jaxserve.models.quant import Packed
 from jaxserve.models.streamed import lanes, streamed
+from jaxserve.plan.exchange import places as places_for
 from jaxserve.pytree import pytree
 from jaxserve.sharding import axis_size, spec
 
 Activation = Callable[[Array, Array], Array]
+# Of rows [p, k] sorted by expert, kernels [e, n, k] and where each expert's rows end: [p, n] in float32.
+GroupedProduct = Callable[[Array, Array, Array], Array]
 
-# From so many tokens on, each is sent to the devices of its experts only; fewer go to all devices.
-EXCHANGED_TOKENS = 256
-# Places on a device for another's tokens, over the number of tokens that comes on average.
-SPARE = 1.25
 # Tokens that an expert has on average, up to which they are read for one by one.
 LONELY = 1 / 4
 # Rows of a block that is multiplied: 8 cost what 2 cost, and XLA:CPU is slow at products with a single one.
@@ -40,9 +42,6 @@ PART_BYTES = 1 << 20
 
 _KERNEL_AXES = ("experts", None, "ffn")
 _BIAS_AXES = ("experts",)
-_OUT_IN = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
-)
 
 
 @pytree
@@ -82,8 +81,7 @@ def routed(
     experts: ExpertWeights,
     activation: Activation,
     real: Bool[Array, " m"] | None = None,
-    *,
-    exchange: bool | None = None,
+    routing: Routing = UNPLANNED,
 ) -> Float[Array, "m d"]:
     """``sum_j weights_j * down_j(activation(gate_j(x), up_j(x)))`` over each token's experts.
 
@@ -96,15 +94,14 @@ def routed(
         weights: of each, in float32.
         activation: of gate and up.
         real: tokens that matter, by default all; the others go to no expert and give zeros.
-        exchange: over a mesh, send tokens to the devices of their experts instead of to all; by default where there
-            are many. The results are the same but for the order of sums.
+        routing: what multiplies, and over a mesh from how many tokens on each is sent to its experts' devices only.
     """
     if real is not None:
         chosen = jnp.where(real[:, None], chosen, experts.count)
     if axis_size("expert") * axis_size("tensor") == 1:
         rows = block_rows(len(x), chosen.shape[1], experts.count)
-        return _together(x, chosen, weights, experts, activation, rows).astype(x.dtype)
-    return _over_mesh(x, chosen, weights, experts, activation, exchange)
+        return _together(x, chosen, weights, experts, activation, rows, routing).astype(x.dtype)
+    return _over_mesh(x, chosen, weights, experts, activation, routing)
 
 
 # --- on one device ----------------------------------------------------------------------------------------------------
@@ -160,6 +157,7 @@ def _together(
     experts: ExpertWeights,
     activation: Activation,
     rows: int,
+    routing: Routing = UNPLANNED,
 ) -> Float[Array, "m d"]:
     """All of it in float32, in the form that each platform is fast at; ``rows`` are those of a block."""
     groups = _sort(chosen, experts.count)
@@ -169,8 +167,9 @@ def _together(
     if isinstance(experts.gate_up, Packed) or isinstance(experts.down, Packed):
         # Unpacked one by one: all at once would need the memory that packing saves.
         return blocks(x, groups, weights, experts)
-    grouped = functools.partial(_grouped, activation=activation)
-    return jax.lax.platform_dependent(x, groups, weights, experts, cpu=blocks, default=grouped)
+    on_accelerator = functools.partial(_on_accelerator, setting=routing.product)
+    in_groups = functools.partial(_grouped, activation=activation, product=on_accelerator)
+    return jax.lax.platform_dependent(x, groups, weights, experts, cpu=blocks, default=in_groups)
 
 
 def _sort(chosen: Int[Array, "m c"], experts: int) -> _Groups:
@@ -239,34 +238,28 @@ def _grouped(
     experts: ExpertWeights,
     *,
     activation: Activation,
+    product: GroupedProduct,
 ) -> Float[Array, "m d"]:
-    """The same by the compiler's own grouped products."""
-    sizes = jnp.diff(groups.ends, prepend=0)
+    """The same by grouped products of all pairs at once."""
     expert = jnp.searchsorted(groups.ends, jnp.arange(len(groups.pairs)), side="right", method="scan_unrolled")
-
-    def grouped(rows: Float[Array, "p k"], kernels: Float[Array, "e n k"]) -> Float[Array, "p n"]:
-        return jax.lax.ragged_dot_general(rows, kernels, sizes, _OUT_IN, preferred_element_type=jnp.float32)
-
     assert isinstance(experts.gate_up, jax.Array)
     assert isinstance(experts.down, jax.Array)
     tokens = x[groups.pairs // groups.places.shape[1]]
-    both = grouped(tokens, experts.gate_up.reshape(experts.count, -1, x.shape[1])).reshape(len(tokens), 2, -1)
+    both = product(tokens, experts.gate_up.reshape(experts.count, -1, x.shape[1]), groups.ends)
+    both = both.reshape(len(tokens), 2, -1)
     if experts.gate_up_bias is not None:
         both = both + experts.gate_up_bias[expert]
-    y = grouped(activation(both[:, 0], both[:, 1]).astype(x.dtype), experts.down)
+    y = product(activation(both[:, 0], both[:, 1]).astype(x.dtype), experts.down, groups.ends)
     return _combine(y if experts.down_bias is None else y + experts.down_bias[expert], groups, weights)
 
 
+def _on_accelerator(
+    rows: Float[Array, "p k"], kernels: Float[Array, "e n k"], ends: Int[Array, " e"], setting: str = grouped.AUTO
+) -> Float[Array, "p n"]:
+    return grouped.grouped(rows, kernels, jnp.diff(ends, prepend=0), setting)
+
+
 # --- over a mesh ------------------------------------------------------------------------------------------------------
-
-
-def capacity(tokens: int, chosen: int, devices: int) -> int:
-    """Places that a device has for the tokens of another one.
-
-    A token is sent to a device once, however many of its experts are there; if it chose at random it would be sent
-    there with probability ``1 - (1 - 1 / devices) ** chosen``.
-    """
-    return min(tokens, math.ceil(SPARE * tokens * (1 - (1 - 1 / devices) ** chosen)))
 
 
 def _over_mesh(
@@ -275,7 +268,7 @@ def _over_mesh(
     weights: Float[Array, "m c"],
     experts: ExpertWeights,
     activation: Activation,
-    exchange: bool | None,
+    routing: Routing,
 ) -> Float[Array, "m d"]:
     held = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
     mesh = MeshShape(axis_size("expert"), axis_size("tensor"))
@@ -283,9 +276,8 @@ def _over_mesh(
     apart = mesh.expert > 1 and all(split(_BIAS_AXES, leaf.shape, mesh)[0] for leaf in kernels)
     halved = all(split(_KERNEL_AXES, leaf.shape, mesh)[2] for leaf in kernels)
     devices = mesh.expert if apart else 1
-    if exchange is None:
-        exchange = len(x) >= EXCHANGED_TOKENS
-    exchange = exchange and devices > 1 and len(x) % devices == 0
+    enough = routing.exchange_tokens is not None and len(x) >= routing.exchange_tokens
+    exchange = enough and devices > 1 and len(x) % devices == 0
     # Of all tokens and experts, so that no token's numbers depend on where the others go.
     rows = block_rows(len(x), chosen.shape[1], experts.count)
     axes = _KERNEL_AXES if halved else _BIAS_AXES
@@ -299,7 +291,7 @@ def _over_mesh(
         if own.down_bias is not None and halved:
             bias = jnp.where(jax.lax.axis_index("tensor") == 0, own.down_bias, 0)
             own = ExpertWeights(own.gate_up, own.down, own.gate_up_bias, bias)
-        compute = functools.partial(_own_share, experts=own, activation=activation, rows=rows)
+        compute = functools.partial(_own_share, experts=own, activation=activation, rows=rows, routing=routing)
         if exchange:
             y = _exchange(x, chosen, weights, compute, devices, own.count)
         else:
@@ -321,10 +313,11 @@ def _own_share(
     experts: ExpertWeights,
     activation: Activation,
     rows: int,
+    routing: Routing,
 ) -> Float[Array, "m d"]:
     """What this device's experts give; ``chosen`` counts from its first one, and others are nobody here."""
     here = (chosen >= 0) & (chosen < experts.count)
-    return _together(x, jnp.where(here, chosen, experts.count), weights, experts, activation, rows)
+    return _together(x, jnp.where(here, chosen, experts.count), weights, experts, activation, rows, routing)
 
 
 def _exchange(
@@ -361,7 +354,7 @@ def _exchange(
             total = total + jnp.where(wanted[device, :, None], back, 0)
         return total
 
-    places = capacity(count, chosen.shape[1], devices)
+    places = places_for(count, chosen.shape[1], devices)
     if places == count:
         return travel(count)
     crowded = jax.lax.pmax(jnp.max(number[:, -1]), "expert") > places

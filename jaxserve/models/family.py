@@ -21,6 +21,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.cache import Cache
 from jaxserve.models.decoder import Decoder, DecoderConfig
 from jaxserve.models.hf_fields import check_sizes
+from jaxserve.models.passes import Routing
 from jaxserve.models.quant import Quantisation, pack, quantisation_from_hf
 from jaxserve.models.weights import Piece, Rule
 from jaxserve.plan import ModelShape, WeightShape
@@ -72,16 +73,17 @@ class Family:
         """A cache with nothing in it."""
         return self.config.empty_cache(slots, positions, dtype)
 
-    def build(self, dtype: DTypeLike, rngs: nnx.Rngs) -> Decoder:
-        """Makes the module, e.g. ``build(jnp.bfloat16, nnx.Rngs(0))``."""
-        decoder = Decoder(self.config, dtype=dtype, rngs=rngs)
+    def build(self, dtype: DTypeLike, rngs: nnx.Rngs, routing: Routing | None = None) -> Decoder:
+        """Makes the module, e.g. ``build(jnp.bfloat16, nnx.Rngs(0))``; ``routing`` is the plan's."""
+        config = self.config if routing is None else dataclasses.replace(self.config, routing=routing)
+        decoder = Decoder(config, dtype=dtype, rngs=rngs)
         if self.quantisation is not None:
             pack(decoder, self.plain_rules, self.quantisation, dtype)
         return decoder
 
-    def graphdef(self, dtype: DTypeLike) -> nnx.GraphDef[Decoder]:
+    def graphdef(self, dtype: DTypeLike, routing: Routing | None = None) -> nnx.GraphDef[Decoder]:
         """The module's structure without its weights: merge it with a parameter tree to get the module."""
-        abstract = nnx.eval_shape(lambda: self.build(dtype, nnx.Rngs(0)))
+        abstract = nnx.eval_shape(lambda: self.build(dtype, nnx.Rngs(0), routing))
         return nnx.split(abstract)[0]
 
 

@@ -91,7 +91,7 @@ class ScaledExperts(nnx.Module):
         rows = x.reshape(-1, x.shape[-1])
         weights = ExpertWeights(held(self.gate_up), held(self.down))
         real = None if run.real is None else run.real.reshape(-1)
-        out = routed(self.norm(rows), *self.router(rows), weights, GLUS[self.activation], real)
+        out = routed(self.norm(rows), *self.router(rows), weights, GLUS[self.activation], real, run.routing)
         return self.after(out.reshape(x.shape))
 
 
@@ -164,6 +164,11 @@ class ScaledBlockConfig:
         return max(
             self.mixer.widest, self.ffn.widest, self.experts.chosen * 2 * self.experts.ffn if self.experts else 0
         )
+
+    @property
+    def chosen(self) -> int:
+        """Experts that a token takes; 0 where there are none."""
+        return self.experts.chosen if self.experts else 0
 
     def build(self, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> ScaledBlock:
         """The module."""

@@ -292,7 +292,7 @@ class Experts(nnx.Module):
         """Applies the block, without the residual; tokens that do not matter go to no routed expert."""
         rows = x.reshape(-1, x.shape[-1])
         real = None if run.real is None else run.real.reshape(-1)
-        y = routed(rows, *self.router(rows), self.weights, GLUS[self.activation], real).reshape(x.shape)
+        y = routed(rows, *self.router(rows), self.weights, GLUS[self.activation], real, run.routing).reshape(x.shape)
         if self.shared is None:
             return y
         shared = self.shared(x, run)

@@ -5,6 +5,7 @@ Lives while a program is traced and no longer.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.models.cache import Cache, heads_of, in_place
 from jaxserve.models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How tokens meet their experts, which the plan decides.
+
+    Attributes:
+        product: what multiplies on GPU and TPU, see ``kernels.grouped``.
+        exchange_tokens: over a mesh, tokens of a pass from which on each goes to the devices of its experts only; fewer
+            go to all devices, as all do where this is ``None``. The results are the same but for the order of sums.
+    """
+
+    product: str = "auto"
+    exchange_tokens: int | None = None
+
+
+UNPLANNED = Routing()
 
 
 class Pass:
@@ -28,6 +46,7 @@ class Pass:
         length: positions that a row may have, cached and new.
         key_block: cached positions that attention reads at a time.
         side: what the model computes once and every layer may use.
+        routing: how tokens meet their experts.
     """
 
     def __init__(
@@ -47,6 +66,7 @@ class Pass:
         self.length = mask.shape[1] if cache is None else cache.length
         self.key_block = min(key_block, self.length)
         self.side: Any = None
+        self.routing = UNPLANNED
         self._cache = cache
         self._rotations: dict[tuple[Rope, Any], tuple[Array, Array]] = {}
         self._kept: dict[int, tuple[Array, Array]] = {}

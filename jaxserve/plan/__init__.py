@@ -1,7 +1,8 @@
 """Every static shape and every byte, decided before a weight is read. Knows no JAX.
 
 ``shapes`` says what a model takes, ``programs`` what is compiled, ``memory`` what lies on a device, ``planning`` puts
-them together, ``fitting`` refuses what does not fit and names what would, ``hardware`` knows machines by name.
+them together, ``fitting`` refuses what does not fit and names what would, ``hardware`` knows machines by name,
+``exchange`` says when tokens travel to their experts.
 """
 
 from jaxserve.plan.fitting import best_mesh, check, fits_where, make_plan

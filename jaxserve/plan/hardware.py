@@ -16,13 +16,13 @@ from jaxserve.errors import ConfigError
 
 GIGABYTE = 10**9
 GPU_SHARE = 0.75
-# Bytes that a device offers, and devices for each number in the slice's name.
+# Bytes that a device offers, devices for each number in the slice's name, and the platform.
 DEVICES = {
-    "h100": (int(80 * GIGABYTE * GPU_SHARE), 1.0),
-    "h200": (int(141 * GIGABYTE * GPU_SHARE), 1.0),
-    "v5e": (16 * GIGABYTE, 1.0),
-    "v6e": (32 * GIGABYTE, 1.0),
-    "v5p": (95 * GIGABYTE, 0.5),
+    "h100": (int(80 * GIGABYTE * GPU_SHARE), 1.0, "gpu"),
+    "h200": (int(141 * GIGABYTE * GPU_SHARE), 1.0, "gpu"),
+    "v5e": (16 * GIGABYTE, 1.0, "tpu"),
+    "v6e": (32 * GIGABYTE, 1.0, "tpu"),
+    "v5p": (95 * GIGABYTE, 0.5, "tpu"),
 }
 COMMON = ("1xh200", "8xh100", "v5e-8", "v6e-8", "v5p-16")
 
@@ -35,6 +35,11 @@ class Hardware:
     devices: int
     memory: int
 
+    @property
+    def platform(self) -> str:
+        """What JAX calls it: ``cpu``, ``gpu``, ``tpu``; this machine is named so."""
+        return next((platform for kind, (_, _, platform) in DEVICES.items() if kind in self.name), self.name)
+
 
 def hardware(name: str) -> Hardware:
     """What a name stands for: ``h200``, ``8xh100``, ``v5e-8``, ``v5p-16``.
@@ -46,7 +51,7 @@ def hardware(name: str) -> Hardware:
     if match is None or match[2] not in DEVICES or (match[1] and match[3]):
         known = ", ".join((*DEVICES, *COMMON))
         raise ConfigError(f"no device is called {name[:40]!r} here; known are {known}", param="device")
-    memory, each = DEVICES[match[2]]
+    memory, each, _ = DEVICES[match[2]]
     devices = int(match[1] or 1) if match[3] is None else int(int(match[3]) * each)
     if devices < 1:
         raise ConfigError(f"{name[:40]} has no device", param="device")

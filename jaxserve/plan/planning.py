@@ -11,11 +11,13 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Literal
 
 from jaxserve.axes import ONE_DEVICE, MeshShape
 from jaxserve.config import EngineConfig
 from jaxserve.errors import PlanError
 from jaxserve.plan import memory
+from jaxserve.plan.exchange import exchanged_from
 from jaxserve.plan.programs import PoolPlan, Program
 from jaxserve.plan.shapes import ModelShape
 
@@ -39,6 +41,8 @@ class Plan:
         mesh: devices that share the model; bytes are those of one of them.
         devices: how many there are.
         compiled_workspace: what the compiler says that its hungriest program needs; ``None`` before it was asked.
+        expert_product, exchange: the settings ``engine.expert_product`` and ``mesh.exchange_tokens``.
+        multiplies: what multiplies with experts on the planned device, in a word; ``None`` if nobody has said.
     """
 
     model: ModelShape
@@ -56,6 +60,9 @@ class Plan:
     mesh: MeshShape = ONE_DEVICE
     devices: int = 1
     compiled_workspace: int | None = None
+    expert_product: str = "auto"
+    exchange: int | Literal["auto"] | None = "auto"
+    multiplies: str | None = None
 
     @property
     def max_length(self) -> int:
@@ -76,6 +83,13 @@ class Plan:
             yield Program("scrub", index)
 
         return tuple(program for index, pool in enumerate(self.pools) for program in of_pool(index, pool))
+
+    @property
+    def exchange_tokens(self) -> int | None:
+        """Tokens of a pass from which on each goes to the devices of its experts only; ``None`` is never."""
+        if self.exchange == "auto":
+            return exchanged_from(self.model.width, self.model.chosen, self.mesh.expert)
+        return self.exchange
 
     def pool_for(self, length: int) -> int | None:
         """Index of the smallest pool that holds ``length`` tokens; the request alone decides, never the load."""
@@ -149,10 +163,24 @@ class Plan:
             line(workspace, self.workspace_bytes),
             line("total", self.total_bytes, f"of {gib(self.usable_bytes)} usable"),
             line("free", free, f"of {gib(self.memory_limit)}, {self.memory_headroom:.0%} of which stay so"),
+            *self._of_experts(),
             f"programs: {len(self.programs())}",
             *(f"  {program}" for program in self.programs()),
         ]
         return "\n".join(text.rstrip() for text in lines)
+
+    def _of_experts(self) -> list[str]:
+        """What multiplies with experts, and which passes send each token to its experts' devices only."""
+        if self.model.chosen == 0:
+            return []
+        lines = [] if self.multiplies is None else [f"experts: multiplied by {self.multiplies}"]
+        if self.mesh.expert > 1:
+            least = math.inf if self.exchange_tokens is None else self.exchange_tokens
+            sizes = {size for pool in self.pools for size in (*pool.buckets, pool.rows)}
+            sent = ", ".join(str(size) for size in sorted(sizes) if size >= least)
+            where = "to all devices" if not sent else f"to all devices, in passes of {sent} to their experts' only"
+            lines.append(f"tokens: {where}")
+        return lines
 
 
 def draft_plan(
@@ -164,6 +192,7 @@ def draft_plan(
     memory_limit: int,
     mesh: MeshShape = ONE_DEVICE,
     devices: int = 1,
+    exchange: int | Literal["auto"] | None = "auto",
 ) -> Plan:
     """A plan that may be too large for ``devices`` devices of ``memory_limit`` bytes each; ``fitting`` checks it.
 
@@ -186,6 +215,8 @@ def draft_plan(
         memory_headroom=engine.memory_headroom,
         mesh=mesh,
         devices=devices,
+        expert_product=engine.expert_product,
+        exchange=exchange,
     )
 
 

@@ -82,6 +82,8 @@ class ModelShape:
         widest: largest of the sizes that one token's activations take (ffn, heads x head size, width).
         heads: query heads.
         key_block: cached positions that attention reads at a time.
+        width: numbers of a token between layers; matters where there are experts.
+        chosen: experts that a token takes; 0 where there are none.
     """
 
     vocab_size: int
@@ -91,6 +93,8 @@ class ModelShape:
     widest: int
     heads: int
     key_block: int
+    width: int = 0
+    chosen: int = 0
 
     @property
     def parameters(self) -> int:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
+import msgspec
 import pytest
 
 from jaxserve.config import Config, EngineConfig, MeshConfig, ModelConfig, Pool, load
 from jaxserve.errors import CheckpointError, ConfigError, PlanError
 from jaxserve.launch import planning
-from jaxserve.launch.planning import FORCED, plan, where
-from jaxserve.plan import Hardware
+from jaxserve.launch.planning import FORCED, multiplies, plan, routing_of, where
+from jaxserve.models.family import family_of
+from jaxserve.models.passes import Routing
+from jaxserve.plan import Hardware, WeightShape
+from jaxserve.plan.exchange import exchanged_from
 from jaxserve.testing import TINY
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -76,6 +82,33 @@ def test_each_deployment_of_the_flagship_fits_its_hardware(file):
     assert 34.6e9 < planned.model.parameters < 34.7e9
     assert planned.weight_bytes * planned.devices == pytest.approx(69.3e9, rel=0.01)
     assert planned.total_bytes > planned.usable_bytes / 2
+
+
+def test_the_plan_names_what_multiplies_with_experts_and_when_tokens_travel():
+    config = load(CONFIGS / f"{FLAGSHIP.stem}-8xh100.yaml", environ={}).config
+    mesh = msgspec.structs.replace(config.mesh, exchange_tokens=64)
+    engine = msgspec.structs.replace(config.engine, expert_product="ragged_dot")
+    told = plan(msgspec.structs.replace(config, engine=engine, mesh=mesh), FLAGSHIP, "8xh100")
+    assert "experts: multiplied by ragged_dot\n" in told.describe()
+    assert routing_of(told) == Routing("ragged_dot", 64)
+    left = dataclasses.replace(told, expert_product="auto", exchange="auto")
+    assert [multiplies(left, platform) for platform in ("gpu", "tpu", "cpu")] == ["triton", "megablox", None]
+    assert routing_of(left) == Routing("auto", exchanged_from(2048, 8, told.mesh.expert))
+
+
+def test_programs_are_traced_as_the_plan_says(tiny_json):
+    config = msgspec.structs.replace(configured(expert_product="ragged_dot"), mesh=MeshConfig(exchange_tokens=64))
+    family = family_of(TINY)
+    planned = plan(config, tiny_json)
+    programs = planning.abstract_programs(planned, family)
+    assert programs._graphdef == family.graphdef(jnp.float32, Routing("ragged_dot", 64)) != family.graphdef(jnp.float32)
+
+
+def test_a_packed_model_is_unpacked_block_by_block_and_others_have_no_experts(tiny_json):
+    assert plan(configured(), tiny_json, "h100").multiplies is None
+    held = WeightShape("layers.0.ffn.gate_up.blocks", (8, 2, 32, 64), ("experts", None, "ffn", "model"), "uint8")
+    packed = dataclasses.replace(plan(configured(), tiny_json).model, weights=(held,))
+    assert "unpacked" in multiplies(dataclasses.replace(plan(configured(), tiny_json), model=packed), "gpu")
 
 
 def test_one_that_does_not_fit_is_told_the_nearest_that_does():

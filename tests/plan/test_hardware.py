@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.plan.hardware import COMMON, DEVICES, hardware
+from jaxserve.plan.hardware import COMMON, DEVICES, Hardware, hardware
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,8 @@ from jaxserve.plan.hardware import COMMON, DEVICES, hardware
 def test_known_ones(name, devices, gigabytes):
     found = hardware(name)
     assert (found.devices, found.memory) == (devices, gigabytes * 1e9)
+    assert found.platform == ("tpu" if "v" in name else "gpu")
+    assert Hardware("cpu", 1, 1).platform == "cpu"
 
 
 @pytest.mark.parametrize("name", ["", "a100", "8x", "h100-8x", "2xv5e-8", "v5p-1", "h100; rm"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from jaxserve.axes import MeshShape
 from jaxserve.config import Pool
 from jaxserve.errors import PlanError
+from jaxserve.plan.exchange import exchanged_from
 from tests.plan.toys import MIXED, planned
 
 
@@ -52,3 +55,18 @@ def test_the_table_tells_everything():
     assert "on each of 8 devices (expert x tensor 4x2)" in text
     assert "  experts " in text
     assert "of it unsplit" in text
+
+
+def test_the_plan_says_when_tokens_travel_to_their_experts():
+    shape = dataclasses.replace(MIXED, width=64, chosen=2)
+    mesh = {"shape": shape, "mesh": MeshShape(4, 2), "devices": 8}
+    assert planned(Pool(2, 2048)).exchange_tokens is None
+    assert planned(Pool(2, 2048), shape=shape).exchange_tokens is None
+    by_bytes = planned(Pool(2, 2048), **mesh)
+    assert by_bytes.exchange_tokens == exchanged_from(64, 2, 4) > 512
+    assert "tokens: to all devices\n" in by_bytes.describe()
+    told = dataclasses.replace(by_bytes, exchange=128, multiplies="abacus")
+    assert "tokens: to all devices, in passes of 128, 512 to their experts' only\n" in told.describe()
+    assert "experts: multiplied by abacus\n" in told.describe()
+    assert dataclasses.replace(by_bytes, exchange=None).exchange_tokens is None
+    assert "tokens:" not in planned(Pool(2, 64), shape=MIXED, mesh=MeshShape(4, 2), devices=8).describe()
