@@ -36,3 +36,8 @@ def test_a_vocabulary_without_the_familys_mask():
 def test_what_cannot_be(fields):
     with pytest.raises(CheckpointError):
         blocks_from_hf(HF | fields, block=8, mask_id=99)
+
+
+def test_how_prompts_are_read():
+    assert Decoding("block", 8, 99).read == 8
+    assert Decoding("canvas", 256).read is None
