@@ -15,9 +15,9 @@ pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_i
 .PHONY: setup serve test rigs gated check bench bench-experts simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain test-mesh memory flagship matrix tables constraints python
 .DEFAULT_GOAL := setup
 
-setup: $(VENV)/.serve $(VENV)/.dev   ## a virtual environment with everything in it
+setup: $(VENV)/.dev                 ## a virtual environment with everything in it
 
-serve: $(VENV)/.serve                ## the default model on 127.0.0.1:8000; ARGS='--port 9000' for flags
+serve: $(VENV)/.native               ## the default model on 127.0.0.1:8000; ARGS='--port 9000' for flags
 	$(VENV)/bin/jaxserve pull
 	exec $(VENV)/bin/jaxserve serve $(ARGS)
 
@@ -37,11 +37,11 @@ check: $(VENV)/.dev                  ## style, types, floors, sizes, what the do
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/pytest -q tests/house
 
-bench: $(VENV)/.serve $(PEERS)/.ready ## one run in turns with transformers: ratios and a verdict; ARGS='--rounds 9'
+bench: $(VENV)/.native $(PEERS)/.ready ## one run in turns with transformers: ratios and a verdict; ARGS='--rounds 9'
 	$(VENV)/bin/jaxserve pull
 	$(VENV)/bin/python -m benchmarks.paired --peer $(PEERS)/bin/python $(ARGS)
 
-bench-experts: $(VENV)/.serve        ## the product of experts against ragged_dot and against reading them; ARGS='--quick'
+bench-experts: $(VENV)/.native       ## the product of experts against ragged_dot and against reading them; ARGS='--quick'
 	$(VENV)/bin/python -m benchmarks.experts $(ARGS)
 
 simulate: $(VENV)/.dev               ## 10,000 histories of the engine in a simulated world; ARGS='--replay 17' for one
@@ -59,7 +59,7 @@ cancels: $(VENV)/.dev                ## 10,000 cancels and disconnects: is anyth
 soak: $(VENV)/.dev                   ## 30 minutes of everything at once; ARGS='--minutes 5' for less
 	$(VENV)/bin/python -m tests.rigs.soak $(ARGS)
 
-overload: $(VENV)/.serve $(VENV)/.dev ## up to ten times as many requests as it can serve
+overload: $(VENV)/.dev               ## up to ten times as many requests as it can serve
 	$(VENV)/bin/python -m tests.rigs.overload $(ARGS)
 
 slow: $(VENV)/.dev                   ## five hundred clients that take their time, and others who do not
@@ -111,7 +111,11 @@ $(VENV)/.serve: pyproject.toml $(wildcard requirements/*.txt) | $(VENV)/bin/pyth
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(pins) -e .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.serve
+$(VENV)/.native: $(VENV)/.serve jaxserve/models/kernels/cpu.cc jaxserve/models/kernels/build.py  # XLA's do without it
+	$(VENV)/bin/python -m jaxserve.models.kernels.build --optional
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.native
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(pins) -e '.[dev]'
 	touch $@
 

@@ -106,6 +106,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     huge_pages: Annotated[
         Literal["auto", "off"], means("`auto`: on Linux ask the C library for huge pages, twice as fast on CPU")
     ] = "auto"
+    native_kernels: Annotated[
+        Literal["auto", "off"],
+        means("kernels of experts on CPU; `auto`: in C++, if built and the processor has AVX-512; `off`: XLA's own"),
+    ] = "auto"
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from jaxserve.engine.programs import Programs
 from jaxserve.errors import CheckpointError, PlanError
 from jaxserve.launch.device import this_machine
 from jaxserve.models.family import Family, family_of
-from jaxserve.models.kernels import grouped
+from jaxserve.models.kernels import grouped, native
 from jaxserve.models.passes import Routing
 from jaxserve.models.weights import abstract, params_of
 from jaxserve.plan import Hardware, Plan, check, draft_plan, fits_where, hardware
@@ -98,7 +98,7 @@ def draft(config: Config, family: Family, there: Hardware) -> Plan:
 
 
 def multiplies(planned: Plan, platform: str) -> str | None:
-    """What multiplies with experts on a GPU or TPU, in a word or two; ``None`` elsewhere, or where there are none.
+    """What multiplies with experts, in a word or two; ``None`` where there are none.
 
     Raises:
         ConfigError: a product that is not there.
@@ -106,6 +106,8 @@ def multiplies(planned: Plan, platform: str) -> str | None:
     held = [weight for weight in planned.model.weights if "experts" in weight.axes]
     if any(weight.dtype is not None for weight in held):
         return "blocks, for each of which an expert is unpacked"
+    if held and platform == "cpu":
+        return native.describe(planned.dtype, allowed=planned.native_kernels)
     found: list[str | None] = []
     for weight in held:
         if not {"ffn", "model"} <= set(weight.axes):  # a bias
@@ -119,7 +121,7 @@ def multiplies(planned: Plan, platform: str) -> str | None:
 
 def routing_of(planned: Plan) -> Routing:
     """How the plan has tokens meet their experts."""
-    return Routing(planned.expert_product, planned.exchange_tokens)
+    return Routing(planned.expert_product, planned.exchange_tokens, planned.native_kernels)
 
 
 def mesh_of(planned: Plan) -> Mesh | None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.axes import MeshShape, split
-from jaxserve.models.kernels import grouped
+from jaxserve.models.kernels import grouped, native
 from jaxserve.models.layers import product
 from jaxserve.models.passes import UNPLANNED, Routing
 from jaxserve.models.quant import Packed
@@ -169,6 +169,9 @@ def _together(
         return blocks(x, groups, weights, experts)
     on_accelerator = functools.partial(_on_accelerator, setting=routing.product)
     in_groups = functools.partial(_grouped, activation=activation, product=on_accelerator)
+    alike = {x.dtype, experts.gate_up.dtype, experts.down.dtype} == {x.dtype}
+    if routing.native and alike and native.usable(x.dtype):
+        blocks = functools.partial(in_groups, product=native.grouped)
     return jax.lax.platform_dependent(x, groups, weights, experts, cpu=blocks, default=in_groups)
 
 

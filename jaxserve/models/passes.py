@@ -24,10 +24,12 @@ class Routing:
         product: what multiplies on GPU and TPU, see ``kernels.grouped``.
         exchange_tokens: over a mesh, tokens of a pass from which on each goes to the devices of its experts only; fewer
             go to all devices, as all do where this is ``None``. The results are the same but for the order of sums.
+        native: on a CPU, products of ``kernels.native`` may be used where they are there.
     """
 
     product: str = "auto"
     exchange_tokens: int | None = None
+    native: bool = True
 
 
 UNPLANNED = Routing()

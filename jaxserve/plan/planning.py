@@ -42,6 +42,7 @@ class Plan:
         devices: how many there are.
         compiled_workspace: what the compiler says that its hungriest program needs; ``None`` before it was asked.
         expert_product, exchange: the settings ``engine.expert_product`` and ``mesh.exchange_tokens``.
+        native_kernels: whether ``engine.native_kernels`` allows them.
         multiplies: what multiplies with experts on the planned device, in a word; ``None`` if nobody has said.
     """
 
@@ -62,6 +63,7 @@ class Plan:
     compiled_workspace: int | None = None
     expert_product: str = "auto"
     exchange: int | Literal["auto"] | None = "auto"
+    native_kernels: bool = True
     multiplies: str | None = None
 
     @property
@@ -216,6 +218,7 @@ def draft_plan(
         mesh=mesh,
         devices=devices,
         expert_product=engine.expert_product,
+        native_kernels=engine.native_kernels == "auto",
         exchange=exchange,
     )
 

@@ -49,8 +49,8 @@ class FlushToZero {
   unsigned before_;
 };
 
-// Calls `work` with 0 .. tasks - 1, here and in XLA's own pool. Whoever is free takes the next one, and the caller takes
-// part, so that it ends even if no thread of the pool ever comes; one that comes late finds nothing to do.
+// Calls `work` with 0 .. tasks - 1, here and in XLA's own pool. Whoever is free takes the next one, and the caller
+// takes part, so that it ends even if no thread of the pool ever comes; one that comes late finds nothing to do.
 void parallel(ffi::ThreadPool& pool, int64_t tasks, std::function<void(int64_t)> work) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
@@ -94,8 +94,9 @@ struct Group {
   int64_t tiles() const { return (rows + kTile - 1) / kTile; }
 };
 
+// Into the second cache: the first is too small for a block, and the rows of one often share a few of its sets.
 inline const char* fetch(const char* from, int lines) {
-  for (int line = 0; line < lines; line++) _mm_prefetch(from + line * kLine, _MM_HINT_T0);
+  for (int line = 0; line < lines; line++) _mm_prefetch(from + line * kLine, _MM_HINT_T1);
   return from + lines * kLine;
 }
 
@@ -170,8 +171,9 @@ void block_of_dots(const Problem& given, const Group& group, int64_t output, int
     const char* x = given.x + (group.first + row) * given.bytes;
     float* y = given.y + (group.first + row) * given.outputs;
     for (int64_t four = output; four < end; four += 4) {
+      const int64_t outputs = std::min<int64_t>(4, end - four);
       const auto run = [&](auto of) {
-        of(x, kernel + four * given.bytes, given.bytes, next, y + four, given.outputs, std::min<int64_t>(4, end - four));
+        of(x, kernel + four * given.bytes, given.bytes, next, y + four, given.outputs, outputs);
       };
       switch (count) {
         case 1: run(dots<Numbers, 1>); break;
@@ -371,8 +373,8 @@ ffi::Error grouped(ffi::ThreadPool pool, int32_t form, ffi::AnyBuffer x, ffi::An
   const int64_t most = std::max<int64_t>(kRowBytes / std::max<int64_t>(given.bytes * kTile, 1), 1) * kTile;
   const auto groups = groups_of(ends.typed_data(), held[0], rows[0], most);
   const Group last = groups.empty() ? Group{} : groups.back();
-  const bool room_enough = given.words % 16 == 0 && given.words * 4 >= given.bytes && last.tile + last.tiles() <= room[0];
-  if (form == kBfloat16Tiles && !room_enough) {
+  const bool fits = given.words % 16 == 0 && given.words * 4 >= given.bytes && last.tile + last.tiles() <= room[0];
+  if (form == kBfloat16Tiles && !fits) {
     return ffi::Error::InvalidArgument("the grouped product has too little room to pack its rows");
   }
   const int64_t count = last.first + last.rows;

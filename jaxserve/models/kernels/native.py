@@ -1,7 +1,8 @@
 """Products of the CPU that XLA is slow at, compiled from ``cpu.cc`` and called through ``jax.ffi``.
 
-Knows whether they may be used here: that a library was built for this jaxlib, that the processor has the instructions,
-and that nobody turned them off. Does not know who multiplies what. Nothing is loaded before somebody asks.
+Knows whether they may be used here: that a library was built for this jaxlib, and that the processor has the
+instructions. Does not know who multiplies what, nor whether somebody wants it otherwise. Nothing is loaded before
+somebody asks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ NEEDED = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
 # In the order of their bits in `jaxserve_forms`, of one type the better one last.
 FORMS = {"AVX-512": jnp.float32, "AVX-512 BF16": jnp.bfloat16, "AMX": jnp.bfloat16}
 _WORD_BYTES, _TILE = 4, 16  # as in cpu.cc: rows are packed by so many, in multiples of so many words
+_lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,30 +48,20 @@ class Native:
         return next((name for name in reversed(self.forms) if FORMS[name] == jnp.dtype(dtype)), None)
 
 
-@dataclasses.dataclass
-class _Switch:
-    on: bool = True
-
-
-_switch = _Switch()
-_lock = threading.Lock()
-
-
-def switch(on: bool) -> None:
-    """Allows native products, as they are by default, or turns them off, for what is traced from now on."""
-    _switch.on = on
-
-
 def native() -> Native:
-    """What may be used now."""
-    return _found() if _switch.on else Native(why_not="engine.native_kernels is off")
+    """What may be used here; loads it at the first call."""
+    with _lock:
+        return _load(library())
 
 
-def describe() -> str:
-    """The same for people: ``float32 by AVX-512, bfloat16 by AMX``."""
+def describe(dtype: DTypeLike, *, allowed: bool = True) -> str:
+    """For people: what multiplies numbers of a type, and if it is not native, why."""
+    if not allowed:
+        return "XLA in blocks (native kernels are off)"
     there = native()
-    forms = ((jnp.dtype(dtype).name, there.form(dtype)) for dtype in (jnp.bfloat16, jnp.float32))
-    return ", ".join(f"{dtype} by {form}" for dtype, form in forms if form) or f"none: {there.why_not}"
+    why = there.why_not or f"they have none for {jnp.dtype(dtype).name} on this processor"
+    form = there.form(dtype)
+    return f"XLA in blocks (no native kernels: {why})" if form is None else f"native kernels ({form})"
 
 
 def usable(dtype: DTypeLike) -> bool:
@@ -82,8 +74,9 @@ def grouped(
 ) -> Float[Array, "p n"]:
     """Each row times the kernel of its group, as ``jax.lax.ragged_dot_general`` has it: ``kernels[group] @ row``.
 
-    Summed in float32, in the order of ``k`` whatever else is in the call, so that a row's bits do not depend on its
-    company. Numbers too small to be normal count as zero. On a CPU only: put it under ``jax.lax.platform_dependent``.
+    Each number is summed in float32 in one order, whatever else is in the call, so that a row's bits do not depend on
+    its company. Numbers too small to be normal count as zero. On a CPU only: put it under
+    ``jax.lax.platform_dependent``.
 
     Args:
         rows: sorted by group.
@@ -104,11 +97,6 @@ def grouped(
     packed = jax.ShapeDtypeStruct((tiles, words, _TILE), jnp.uint32)
     call = jax.ffi.ffi_call(TARGET, (jax.ShapeDtypeStruct((p, n), jnp.float32), packed))
     return call(rows, kernels, ends.astype(jnp.int32), form=np.int32(list(FORMS).index(form)))[0]
-
-
-def _found() -> Native:
-    with _lock:
-        return _load(library())
 
 
 @functools.cache
