@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxserve.errors import CheckpointError
 from jaxserve.models.cache import Cache
 from jaxserve.models.decoder import Decoder, DecoderConfig
+from jaxserve.models.decoding import Decoding
 from jaxserve.models.hf_fields import check_sizes
 from jaxserve.models.passes import Routing
 from jaxserve.models.quant import Quantisation, pack, quantisation_from_hf
@@ -40,6 +41,7 @@ class Family:
         quantisation: how the weights are held; ``None`` holds plain numbers.
         translate: from a piece as Llama's files hold it to one as this family's files do, where they name or join
             tensors in a way of their own.
+        decoding: how it fills in text; ``None`` where it continues it, one token after the other.
     """
 
     config: DecoderConfig
@@ -47,6 +49,7 @@ class Family:
     nested: bool = False
     quantisation: Quantisation | None = None
     translate: Callable[[Piece], Piece] | None = None
+    decoding: Decoding | None = None
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:

@@ -12,11 +12,14 @@ from functools import partial
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.models.decoding import blocks_from_hf
 from jaxserve.models.family import Family, decoder_family
 from jaxserve.models.hf_fields import llama_like, mlp_from_hf, norm_from_hf
 from jaxserve.models.moe import experts_from_hf, grouped_router_from_hf
 from jaxserve.models.self_attention import AttentionConfig
 from jaxserve.models.weights import Piece
+
+BLOCK, MASK_ID = 32, 156_895
 
 _NAMES = {
     "model.embed_tokens.": "model.word_embeddings.",
@@ -45,7 +48,11 @@ def family(hf: Mapping[str, Any]) -> Family:
     if hf.get("score_function", "sigmoid") != "sigmoid":
         raise CheckpointError("config.json: score_function is not sigmoid", param="score_function")
     # A single choice keeps its own share.
-    router = grouped_router_from_hf(hf, renormalise=hf["num_experts_per_tok"] > 1, correction_name="gate.expert_bias")
+    own = {"renormalise": hf["num_experts_per_tok"] > 1, "correction_name": "gate.expert_bias"}
+    decoding, pool = blocks_from_hf(hf, block=BLOCK, mask_id=MASK_ID, **_settings(hf)), hf.get("expert_capacity")
+    if pool is not None:  # instead of groups
+        own |= {"groups": 1, "chosen_groups": 1, "pool": pool, "block": hf.get("block_size", BLOCK)}
+    router = grouped_router_from_hf(hf, **own)
     experts, shared = experts_from_hf(hf, router), hf.get("num_shared_experts") or 0
     if shared:
         block = mlp_from_hf(hf, ffn=shared * experts.ffn, name="mlp.shared_experts")
@@ -58,8 +65,17 @@ def family(hf: Mapping[str, Any]) -> Family:
         output_bias=bool(hf.get("use_bias", True)),
         head_norm=norm_from_hf(hf) if hf.get("use_qk_norm", True) else None,
     )
-    own = decoder_family(config)
-    return dataclasses.replace(own, translate=partial(_as_named, config.layers[0].mixer))
+    translate = partial(_as_named, config.layers[0].mixer)
+    return dataclasses.replace(decoder_family(config), translate=translate, decoding=decoding)
+
+
+def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model cards recommend. Files do not say which version they are but by what it brought."""
+    if hf.get("delete_token_id") is not None:  # 2.2
+        return {"rule": "levenshtein", "threshold": 0.5, "edit_threshold": 0.0, "post_steps": 16}
+    if hf["max_position_embeddings"] > 16_384:  # 2.1, where quality matters
+        return {"threshold": 0.7, "edit_threshold": 0.5, "post_steps": 16}
+    return {"threshold": 0.95}  # 2.0, which has not learnt to edit
 
 
 def _as_named(attention: AttentionConfig, piece: Piece) -> Piece:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.experts import ExpertWeights, routed
@@ -43,6 +43,9 @@ class RouterConfig:
         correction: a number of each expert that counts in the choice and not in the weight (Wang et al. 2024).
         groups, chosen_groups: experts stand in groups, and only those of the groups with the largest sums of their two
             best can be chosen.
+        pool: the tokens of a block choose among so many experts only, those that rank highest at any of them
+            (LLaDA2.2's block routing); ``None`` where each chooses among all.
+        block: positions of a block; passes begin where one does.
         exact: its weights are float32 whatever the model's dtype.
         name, correction_name: in files, behind the block's name.
     """
@@ -54,6 +57,8 @@ class RouterConfig:
     correction: bool = False
     groups: int = 1
     chosen_groups: int = 1
+    pool: int | None = None
+    block: int = 1
     exact: bool = False
     name: str = "gate"
     correction_name: str = "gate.e_score_correction_bias"
@@ -113,6 +118,8 @@ class ExpertsConfig:
             )
         if self.chosen > self.experts // router.groups * router.chosen_groups:
             raise CheckpointError(f"config.json: {router.chosen_groups} groups do not have {self.chosen} experts")
+        if router.pool is not None and not self.chosen <= router.pool <= self.experts:
+            raise CheckpointError(f"config.json: {router.pool} experts are no pool for {self.chosen} of {self.experts}")
 
     @property
     def widest(self) -> int:
@@ -182,7 +189,11 @@ class ExpertsConfig:
 
 
 def route(
-    scores: Float[Array, "m e"], chosen: int, router: RouterConfig, correction: Float[Array, " e"] | None = None
+    scores: Float[Array, "m e"],
+    chosen: int,
+    router: RouterConfig,
+    correction: Float[Array, " e"] | None = None,
+    real: Bool[Array, "b t"] | None = None,
 ) -> tuple[Int[Array, "m c"], Float[Array, "m c"]]:
     """Which experts each token takes, and with what weights.
 
@@ -190,6 +201,7 @@ def route(
         scores: in float32, with their bias if there is one.
         chosen: how many a token takes.
         correction: see ``RouterConfig``.
+        real: tokens that matter, where blocks have pools: the others have no part in them.
     """
     if router.kind == SOFTMAX_CHOSEN:
         best, experts = jax.lax.top_k(scores, chosen)
@@ -198,6 +210,8 @@ def route(
     rank = shares if correction is None else shares + correction
     if router.groups > 1:
         rank = _in_best_groups(rank, router)
+    if router.pool is not None:
+        rank = _in_pools(rank, router.pool, router.block, jnp.ones((1, len(rank)), bool) if real is None else real)
     _, experts = jax.lax.top_k(rank, chosen)
     weights = jnp.take_along_axis(shares, experts, axis=-1)
     if router.renormalise:
@@ -214,6 +228,16 @@ def _in_best_groups(rank: Float[Array, "m e"], router: RouterConfig) -> Float[Ar
     _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), router.chosen_groups)
     there = jnp.any(kept[:, :, None] == jnp.arange(router.groups), axis=1)
     return jnp.where(there[:, :, None], groups, -jnp.inf).reshape(rank.shape)
+
+
+def _in_pools(rank: Float[Array, "m e"], pool: int, block: int, real: Bool[Array, "b t"]) -> Float[Array, "m e"]:
+    """Ranks, with those outside of a block's pool at minus infinity; of equal experts the first ones are in it."""
+    (b, t), e = real.shape, rank.shape[1]
+    own = jnp.where(real[..., None], rank.reshape(b, t, e), -jnp.inf)
+    blocks = jnp.pad(own, ((0, 0), (0, -t % block), (0, 0)), constant_values=-jnp.inf).reshape(b, -1, block, e)
+    _, best = jax.lax.top_k(jnp.max(blocks, axis=2), pool)
+    there = jnp.any(best[..., None] == jnp.arange(e), axis=2)
+    return jnp.where(jnp.repeat(there, block, axis=1)[:, :t].reshape(rank.shape), rank, -jnp.inf)
 
 
 def experts_from_hf(hf: Mapping[str, Any], router: RouterConfig, **changes: Any) -> ExpertsConfig:
@@ -257,15 +281,17 @@ class Router(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.experts, own)) if self.config.bias else None
         self.correction = nnx.Param(jnp.zeros(config.experts, jnp.float32)) if self.config.correction else None
 
-    def __call__(self, x: Float[Array, "m d"]) -> tuple[Int[Array, "m c"], Float[Array, "m c"]]:
-        """Experts and weights of each token."""
+    def __call__(
+        self, x: Float[Array, "m d"], real: Bool[Array, "b t"] | None = None
+    ) -> tuple[Int[Array, "m c"], Float[Array, "m c"]]:
+        """Experts and weights of each token; ``real`` as for ``route``."""
         kernel = self.kernel[...]
         with jax.default_matmul_precision("highest" if self.config.exact else None):
             scores = product(x.astype(kernel.dtype), kernel, jnp.float32)
         if self.bias is not None:
             scores = scores + self.bias[...].astype(jnp.float32)
         correction = None if self.correction is None else self.correction[...]
-        return route(scores, self.chosen, self.config, correction)
+        return route(scores, self.chosen, self.config, correction, real)
 
 
 class Experts(nnx.Module):
@@ -292,7 +318,8 @@ class Experts(nnx.Module):
         """Applies the block, without the residual; tokens that do not matter go to no routed expert."""
         rows = x.reshape(-1, x.shape[-1])
         real = None if run.real is None else run.real.reshape(-1)
-        y = routed(rows, *self.router(rows), self.weights, GLUS[self.activation], real, run.routing).reshape(x.shape)
+        routes = self.router(rows, jnp.ones(x.shape[:2], bool) if run.real is None else run.real)
+        y = routed(rows, *routes, self.weights, GLUS[self.activation], real, run.routing).reshape(x.shape)
         if self.shared is None:
             return y
         shared = self.shared(x, run)

@@ -40,4 +40,4 @@ def test_what_cannot_be(fields):
 
 def test_how_prompts_are_read():
     assert Decoding("block", 8, 99).read == 8
-    assert Decoding("canvas", 256).read is None
+    assert Decoding("canvas", 256).read == 1

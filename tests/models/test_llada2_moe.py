@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.decode import jitted
 from jaxserve.errors import CheckpointError
+from jaxserve.models.decoding import Decoding
 from jaxserve.models.llada2_moe import family
 from tests.models import tiny_checkpoints as tiny
 
@@ -151,3 +152,30 @@ def test_defaults_and_refusals():
     assert not family(HF | {"num_experts_per_tok": 1}).config.layers[1].ffn.router.renormalise
     with pytest.raises(CheckpointError, match="score_function"):
         family(HF | {"score_function": "softmax"})
+
+
+def test_how_each_version_decodes():
+    whole = HF | {"vocab_size": 157_184, "max_position_embeddings": 16_384}
+    assert family(HF).decoding is None  # a vocabulary without the mask
+    assert family(whole).decoding == Decoding("block", 32, 156_895, threshold=0.95, denoising_steps=32)
+    later = family(whole | {"max_position_embeddings": 32_768}).decoding
+    assert (later.threshold, later.edit_threshold, later.post_steps) == (0.7, 0.5, 16)
+    fields = {"delete_token_id": 156_930, "split_token_id": 156_931, "block_size": 32, "expert_capacity": 6}
+    last = family(whole | fields)
+    assert (last.decoding.rule, last.decoding.delete_id, last.decoding.insert_id) == ("levenshtein", 156_930, 156_931)
+    router = last.config.layers[1].ffn.router
+    assert (router.pool, router.block, router.groups) == (6, 32, 1)
+
+
+def test_a_pool_of_experts_goes_through_the_whole_body():
+    """Of a block's tokens each has a say in the others' experts, and no token of another block has."""
+    tensors, tokens = checkpoint(), np.random.default_rng(1).integers(0, V, 16)
+    other = tokens.copy()
+    other[12:] = (tokens[12:] + 7) % V  # behind the positions compared, and unseen by them
+    pool = {"expert_capacity": 3, "block_size": 8}
+    tensors["model.layers.1.mlp.gate.expert_bias"] *= 0  # so that tokens have a say
+    first, second = (logits(pool, tensors, text) for text in (tokens, other))
+    np.testing.assert_array_equal(first[:8], second[:8])
+    assert np.abs(first[8:12] - second[8:12]).max() > 1e-2
+    plain = logits({"n_group": 1, "topk_group": 1}, tensors, tokens)
+    assert np.abs(first - plain).max() > 1e-2

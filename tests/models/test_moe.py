@@ -189,3 +189,45 @@ def test_the_common_fields():
     assert config.router.exact
     with pytest.raises(CheckpointError, match="num_experts'"):
         experts_from_hf({}, RouterConfig())
+
+
+# --- pools of experts -------------------------------------------------------------------------------------------------
+
+
+def pooled(scores, correction, real, block, pool, chosen):
+    """The experts of each token, one block after the other (LLaDA2.2's block routing)."""
+    rank = sigmoid(scores.astype(np.float64)) + correction
+    out = np.full((*real.shape, chosen), -1)
+    for row in range(real.shape[0]):
+        for start in range(0, real.shape[1], block):
+            own = [at for at in range(start, min(start + block, real.shape[1])) if real[row, at]]
+            best = [max(rank[row, at, expert] for at in own) if own else 0.0 for expert in range(rank.shape[-1])]
+            admitted = sorted(range(rank.shape[-1]), key=lambda expert: (-best[expert], expert))[:pool]
+            for at in own:
+                out[row, at] = sorted(admitted, key=lambda expert: (-rank[row, at, expert], expert))[:chosen]
+    return out
+
+
+@pytest.mark.parametrize("length", [4, 16, 11])
+def test_a_block_shares_a_pool_of_experts(length):
+    draw = np.random.default_rng(length)
+    scores = draw.standard_normal((3, length, 16)).astype(np.float32)
+    correction = draw.standard_normal(16).astype(np.float32) * 0.1
+    real = draw.random((3, length)) < 0.8
+    router = RouterConfig(SIGMOID, correction=True, pool=5, block=4)
+    flat = jnp.asarray(scores.reshape(-1, 16))
+    chosen, weights = route(flat, 3, router, jnp.asarray(correction), jnp.asarray(real))
+    expected = pooled(scores, correction, real, 4, 5, 3)
+    found = np.asarray(chosen).reshape(expected.shape)
+    np.testing.assert_array_equal(found[real], expected[real])
+    shares = np.take_along_axis(sigmoid(scores), found, -1).reshape(-1, 3)
+    np.testing.assert_allclose(weights, shares / shares.sum(-1, keepdims=True), rtol=1e-5)
+    assert (pooled(scores, correction, real, 4, 16, 3)[real] != expected[real]).any()  # it does restrict
+    assert (pooled(scores, correction, real, 3, 5, 3)[real] != expected[real]).any()
+    assert (pooled(scores, correction, np.ones_like(real), 4, 5, 3)[real] != expected[real]).any()
+
+
+def test_pools_that_cannot_be():
+    for pool in (1, 9):
+        with pytest.raises(CheckpointError, match="no pool"):
+            ExpertsConfig(8, 2, F, RouterConfig(SIGMOID, pool=pool))
