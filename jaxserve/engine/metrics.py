@@ -26,6 +26,9 @@ class Metrics:
         self.cache_usage = Gauge(
             "jaxserve_cache_usage_ratio", "Share of cache positions that hold a token.", registry=registry
         )
+        self.native_kernels = Gauge(
+            "jaxserve_native_kernels", "1 while products in C++ compute a part of the model.", registry=registry
+        )
         self.recompiles = self._counter(
             "jaxserve_recompiles_total", "Compilations after the engine was ready; must stay 0."
         )

@@ -119,6 +119,11 @@ def multiplies(planned: Plan, platform: str) -> str | None:
     return " and ".join(sorted({name for name in found if name is not None})) or None
 
 
+def is_native(planned: Plan) -> bool:
+    """Whether native kernels compute a part of the model."""
+    return planned.multiplies is not None and planned.multiplies.startswith(native.NAME)
+
+
 def routing_of(planned: Plan) -> Routing:
     """How the plan has tokens meet their experts."""
     return Routing(planned.expert_product, planned.exchange_tokens, planned.native_kernels)

@@ -14,6 +14,7 @@ from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.metrics import Metrics
 from jaxserve.errors import JaxserveError
 from jaxserve.launch.loading import LoadedModel, load_model
+from jaxserve.launch.planning import is_native
 from jaxserve.server.audit import audit_log
 from jaxserve.server.auth import Access
 from jaxserve.server.logs import configure_logging
@@ -67,7 +68,8 @@ class Launch:
         try:
             model = load_model(self._config, self._advance)
             model.engine.metrics = self.metrics  # from here on: the self-test is nobody's request
-            self.service.model = self._serve_model(model)
+            served = self.service.model = self._serve_model(model)
+            self.metrics.native_kernels.set(served.native_kernels)
         except Exception as fault:  # noqa: BLE001 - any failure to load ends the process, with its own exit code
             self.failure = fault
             self.service.readiness.fail(str(fault))
@@ -77,7 +79,8 @@ class Launch:
         gc.collect()
         gc.freeze()
         self.service.readiness.ready()
-        logger.info("ready", extra={"fields": {"model": model.id, "version": model.folder.name}})
+        experts = {} if model.plan.multiplies is None else {"experts": model.plan.multiplies}
+        logger.info("ready", extra={"fields": {"model": model.id, "version": model.folder.name, **experts}})
 
     def give_up(self, error: JaxserveError) -> None:
         """Ends the process because its engine can serve no more; running requests are told why."""
@@ -110,6 +113,7 @@ class Launch:
             step_limit=lambda: engine.step_limit,
             failure=lambda: engine.failure,
             degraded=lambda: engine.degraded,
+            native_kernels=is_native(model.plan),
         )
 
 

@@ -49,6 +49,7 @@ class Probes:
             "since": int(self._service.readiness.status.since),
             "checks": self._vitals.checks(),
             "model": None if model is None else model.id,
+            "native_kernels": None if model is None else model.native_kernels,
             "progress": self._progress(),
         }
         return _answer(ready, body)

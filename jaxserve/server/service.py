@@ -107,6 +107,7 @@ class ServedModel:
         step_limit: seconds without a step from which on requests should go elsewhere.
         failure: why the engine has given up, if it has.
         degraded: whether its numbers can't be trusted any more.
+        native_kernels: whether products in C++ compute a part of it.
     """
 
     id: str
@@ -120,6 +121,7 @@ class ServedModel:
     step_limit: Callable[[], float] = _no_limit
     failure: Callable[[], JaxserveError | None] = _no_failure
     degraded: Callable[[], bool] = _never_degraded
+    native_kernels: bool = False
 
     @property
     def max_model_len(self) -> int:

@@ -8,6 +8,7 @@ PROMISED = (
     "jaxserve_requests_running",
     "jaxserve_requests_waiting",
     "jaxserve_cache_usage_ratio",
+    "jaxserve_native_kernels",
     "jaxserve_recompiles_total",
     "jaxserve_requests_refused_total",
     "jaxserve_requests_finished_total",

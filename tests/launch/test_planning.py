@@ -13,8 +13,9 @@ import pytest
 from jaxserve.config import Config, EngineConfig, MeshConfig, ModelConfig, Pool, load
 from jaxserve.errors import CheckpointError, ConfigError, PlanError
 from jaxserve.launch import planning
-from jaxserve.launch.planning import FORCED, multiplies, plan, routing_of, where
+from jaxserve.launch.planning import FORCED, is_native, multiplies, plan, routing_of, where
 from jaxserve.models.family import family_of
+from jaxserve.models.kernels import native
 from jaxserve.models.passes import Routing
 from jaxserve.plan import Hardware, WeightShape
 from jaxserve.plan.exchange import exchanged_from
@@ -92,7 +93,7 @@ def test_the_plan_names_what_multiplies_with_experts_and_when_tokens_travel():
     assert "experts: multiplied by ragged_dot\n" in told.describe()
     assert routing_of(told) == Routing("ragged_dot", 64)
     left = dataclasses.replace(told, expert_product="auto", exchange="auto")
-    assert [multiplies(left, platform) for platform in ("gpu", "tpu", "cpu")] == ["triton", "megablox", None]
+    assert [multiplies(left, platform) for platform in ("gpu", "tpu")] == ["triton", "megablox"]
     assert routing_of(left) == Routing("auto", exchanged_from(2048, 8, told.mesh.expert))
 
 
@@ -102,6 +103,22 @@ def test_programs_are_traced_as_the_plan_says(tiny_json):
     planned = plan(config, tiny_json)
     programs = planning.abstract_programs(planned, family)
     assert programs._graphdef == family.graphdef(jnp.float32, Routing("ragged_dot", 64)) != family.graphdef(jnp.float32)
+
+
+def test_on_a_cpu_the_plan_names_native_kernels_or_says_why_not(monkeypatch):
+    mixtral = Path(__file__).parents[1] / "reference" / "tiny" / "mixtral" / "config.json"
+    off = plan(configured(native_kernels="off"), mixtral)
+    assert "experts: multiplied by XLA in blocks (native kernels are off)\n" in off.describe()
+    assert routing_of(off) == Routing(native=False) != routing_of(plan(configured(), mixtral))
+    found = {}
+    for forms in ((), ("AVX-512", "AMX")):
+        monkeypatch.setattr(native, "native", lambda forms=forms: native.Native(forms, "none were built"))
+        found[forms] = plan(configured(), mixtral)
+    assert [one.multiplies for one in found.values()] == [
+        "XLA in blocks (no native kernels: none were built)",
+        "native kernels (AVX-512)",
+    ]
+    assert [is_native(one) for one in (off, *found.values())] == [False, False, True]
 
 
 def test_a_packed_model_is_unpacked_block_by_block_and_others_have_no_experts(tiny_json):

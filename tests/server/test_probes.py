@@ -49,6 +49,7 @@ def test_a_ready_service(get, service):
         "since": int(service.readiness.status.since),
         "checks": {"model": "ok", "engine": "ok", "event_loop": "ok"},
         "model": "toy",
+        "native_kernels": False,
         "progress": {"phase": "ready", "done": 0, "total": 0},
     }
     assert get("/health").json() == get("/ping").json() == body
@@ -68,7 +69,7 @@ def test_a_start_says_how_far_it_is(get, service):
     assert {path for path in ALL if found[path] == 200} == set(LIVE)
     assert {found[path] for path in (*READY, "/startupz")} == {503}
     body = get("/readyz").json()
-    assert (body["status"], body["model"]) == ("compiling", None)
+    assert (body["status"], body["model"], body["native_kernels"]) == ("compiling", None, None)
     assert body["progress"] == {"phase": "compiling", "done": 17, "total": 24}
     assert body["checks"]["model"] == body["checks"]["engine"] == "absent"
     assert get("/startupz").json() == {"status": "starting", "progress": body["progress"]}

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.models.kernels.build import COMMAND, library
 
-TARGET = "jaxserve_grouped"
+NAME, TARGET = "native kernels", "jaxserve_grouped"
 # What the whole library needs; the forms behind more are chosen one by one.
 NEEDED = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
 # In the order of their bits in `jaxserve_forms`, of one type the better one last.
@@ -57,11 +57,11 @@ def native() -> Native:
 def describe(dtype: DTypeLike, *, allowed: bool = True) -> str:
     """For people: what multiplies numbers of a type, and if it is not native, why."""
     if not allowed:
-        return "XLA in blocks (native kernels are off)"
+        return f"XLA in blocks ({NAME} are off)"
     there = native()
     why = there.why_not or f"they have none for {jnp.dtype(dtype).name} on this processor"
     form = there.form(dtype)
-    return f"XLA in blocks (no native kernels: {why})" if form is None else f"native kernels ({form})"
+    return f"XLA in blocks (no {NAME}: {why})" if form is None else f"{NAME} ({form})"
 
 
 def usable(dtype: DTypeLike) -> bool:
