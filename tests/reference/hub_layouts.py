@@ -9,6 +9,7 @@ forms are not used, so that each form is stated twice.
 - ``mxfp4``: gpt-oss's experts in blocks of 32 numbers of four bits with a shared exponent.
 - ``fp8``: DeepSeek's matrices as 8-bit floats with a float32 factor for each block of 128 x 128.
 - ``llada2``: GLM-4-MoE under the names of LLaDA2 (the two compute the same).
+- ``renamed``: a family whose body is another's, with fields of its own.
 """
 
 from __future__ import annotations
@@ -293,3 +294,28 @@ def _read_llada2(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
 
 
 LLADA2 = Layout(_write_llada2, _read_llada2)
+
+
+# --- SDAR -------------------------------------------------------------------------------------------------------------
+
+
+def renamed(model_type: str, architecture: str, **fields: Any) -> Layout:
+    """A family that differs from another in its configuration alone.
+
+    Args:
+        model_type, architecture: its own.
+        fields: that the other does not have.
+    """
+
+    def write(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+        config = old_spelling(config) | {"model_type": model_type, "architectures": [architecture], **fields}
+        return config, one_by_one(tensors)
+
+    def read(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+        own = {name: value for name, value in config.items() if name not in fields}
+        return own | {"model_type": BODIES[model_type]}, stacked(tensors)
+
+    return Layout(write, read)
+
+
+BODIES = {"sdar": "qwen3", "sdar_moe": "qwen3_moe"}

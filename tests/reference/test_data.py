@@ -21,6 +21,8 @@ SCRIPTS = {".py", ".md"}
 TYPES = {"llama", "mistral", "qwen2", "qwen3"} | {
     "qwen3_moe", "mixtral", "glm4_moe", "llada2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe",
     "gemma3_text", "gemma3", "gemma4_text", "gemma4", "gpt_oss", "deepseek_v3", "smollm3",
+    "diffusion_gemma",
+    "sdar", "sdar_moe",
 }  # fmt: skip
 
 # Measured apart from these scripts, with another program, from the same file (transformers in float32).

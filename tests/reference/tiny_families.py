@@ -18,11 +18,12 @@ from transformers import (
     MixtralConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
 )
 
-from tests.reference.hub_layouts import LLADA2, MXFP4, Config, fp8, nested, old_spelling
+from tests.reference.hub_layouts import LLADA2, MXFP4, Config, fp8, nested, old_spelling, renamed
 from tests.reference.tiny_cases import Case, Mistake, dropped, ignored, rope, rope_of, setting, weights
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -592,4 +593,36 @@ OTHERS: dict[str, Case] = {
     ),
 }
 
-CASES: dict[str, Case] = MIXTURES | GEMMA | QWEN35 | OTHERS
+# --- SDAR -------------------------------------------------------------------------------------------------------------
+
+MASK = 254  # no prompt of these cases has it
+
+BLOCKS: dict[str, Case] = {
+    "sdar": Case(
+        Qwen3Config,
+        {"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}},
+        {"q norm dropped": ignored("q_norm.weight"), "theta": rope(rope_theta=10_000.0)},
+        shape={"hidden_size": 40, "intermediate_size": 56},
+        layout=renamed("sdar", "SDARForCausalLM", block_size=4, mask_token_id=MASK),
+        taps=True,
+        block=4,
+    ),
+    "sdar_moe": Case(
+        Qwen3MoeConfig,
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+        {"one expert fewer": setting(num_experts_per_tok=2), "not renormalised": setting(norm_topk_prob=False)},
+        shape={"hidden_size": 40, "intermediate_size": 56},
+        layout=renamed("sdar_moe", "SDARMoeForCausalLM", block_size=4, mask_token_id=MASK),
+        taps=True,
+        block=4,
+    ),
+}
+
+CASES: dict[str, Case] = MIXTURES | GEMMA | QWEN35 | OTHERS | BLOCKS
