@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.models.cache import Cache
 from jaxserve.models.layers import Norm, RMSNorm, parameter, product
-from jaxserve.models.passes import UNPLANNED, Pass, Routing
+from jaxserve.models.passes import UNPLANNED, Canvas, Pass, Routing
 from jaxserve.models.weights import Rule, rule
 from jaxserve.plan import CacheShape, ModelShape, WeightShape
 
@@ -138,6 +138,8 @@ class DecoderConfig:
         embedding_scale: factor on embeddings, rounded to the weights' dtype first.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         side: configuration of a module ``(tokens, embeddings) -> anything``, run once, for every layer to use.
+        conditioning: configuration of a module ``(embeddings, soft embeddings) -> embeddings`` for rows that refine a
+            canvas.
         key_block: positions of the cached prefix that attention reads at a time.
         routing: how tokens meet their experts, if there are any.
     """
@@ -151,6 +153,7 @@ class DecoderConfig:
     embedding_scale: float | None = None
     softcap: float | None = None
     side: Any = None
+    conditioning: Any = None
     key_block: int = 128
     routing: Routing = UNPLANNED
 
@@ -165,6 +168,8 @@ class DecoderConfig:
             rules.append(rule("head", "lm_head.weight", (v, d), ("vocab", "model")))
         if self.side is not None:
             rules += self.side.rules(d, "side.", "model.")
+        if self.conditioning is not None:
+            rules += self.conditioning.rules(d, "conditioning.", "model.")
         for index, layer in enumerate(self.layers):
             rules += layer.rules(d, f"layers.{index}.", f"model.layers.{index}.")
         return tuple(rules)
@@ -199,6 +204,8 @@ class Decoder(nnx.Module):
         table = (config.vocab_size, config.width)
         self.embedding = parameter(rngs, table, dtype, config.width)
         self.side = None if config.side is None else config.side.build(config.width, dtype=dtype, rngs=rngs)
+        conditioning = config.conditioning
+        self.conditioning = None if conditioning is None else conditioning.build(config.width, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([layer.build(config.width, dtype=dtype, rngs=rngs) for layer in config.layers])
         self.norm = RMSNorm(config.width, config.norm, dtype=dtype)
         self.head = None if config.tied else parameter(rngs, table, dtype, config.width)
@@ -213,6 +220,7 @@ class Decoder(nnx.Module):
         span: Int[Array, ""] | None = None,
         real: Bool[Array, "b t"] | None = None,
         positions: Int[Array, "b t"] | None = None,
+        canvas: Canvas | None = None,
     ) -> tuple[Float[Array, "b t d"], tuple[Any, ...]]:
         """Runs ``tokens`` at positions ``start .. start+t-1`` over the cached prefix below ``start``.
 
@@ -228,6 +236,7 @@ class Decoder(nnx.Module):
                 what costs most, and give garbage.
             positions: of the tokens, where they do not simply follow each other (a whole-sequence pass over a text
                 and its noisy copies); without windows or a cache, which go by the order of tokens.
+            canvas: rows that refine one, by default none.
 
         Returns:
             Final hidden states (after the last norm), and the block's own cache entries, layer by layer:
@@ -235,10 +244,10 @@ class Decoder(nnx.Module):
         """
         config = self.config
         run = Pass(start, mask, cache, row, span, real, config.key_block, positions)
-        run.routing = config.routing
-        x = self.embedding[...][tokens]
-        if config.embedding_scale is not None:
-            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        run.routing, run.canvas = config.routing, canvas
+        x = self._scaled(self.embedding[...][tokens])
+        if self.conditioning is not None and canvas is not None:
+            x = jnp.where(canvas.refined[:, None, None], self.conditioning(x, canvas.soft), x)
         if self.side is not None:
             run.side = self.side(tokens, x)
         fresh = []
@@ -247,6 +256,18 @@ class Decoder(nnx.Module):
                 x, entries = layer(x, run, index)
             fresh.append(entries)
         return self.norm(x), tuple(fresh)
+
+    def mixed(self, shares: Float[Array, "... v"]) -> Float[Array, "... d"]:
+        """The embeddings of distributions over tokens, which ``Canvas.soft`` is made of."""
+        table = self.embedding[...]
+        rows = shares.reshape(-1, shares.shape[-1]).astype(table.dtype)
+        over = (((1,), (0,)), ((), ()))
+        mixed = jax.lax.dot_general(rows, table, over, preferred_element_type=jnp.float32).astype(table.dtype)
+        return self._scaled(mixed).reshape(*shares.shape[:-1], -1)
+
+    def _scaled(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        scale = self.config.embedding_scale
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """Scores of every token, in float32."""

@@ -1,7 +1,9 @@
 """The parts that Gemma 4's layers have beside the common ones: experts beside the dense block, and embeddings by layer.
 
-Knows their configurations, modules and weights. Does not know ``config.json`` (``gemma4_text.py`` does) nor how a
-product over experts is computed (``experts.py``). Source: transformers' ``modeling_gemma4``.
+Knows their configurations, modules and weights, and what DiffusionGemma adds: scales of layers that differ where a
+canvas is refined, and what the pass before made of it. Does not know ``config.json`` (``gemma4_text.py`` does) nor how
+a product over experts is computed (``experts.py``). Source: transformers' ``modeling_gemma4`` and
+``modeling_diffusion_gemma``.
 """
 
 from __future__ import annotations
@@ -149,6 +151,7 @@ class ScaledBlockConfig:
         experts: stand beside the dense block: both read the same residual, and what they give is added.
         inputs: size of the layer's own embedding of each token, added behind a gate; 0 has none.
         activation: of that gate.
+        refines: rows that refine a canvas have a scale of their own (DiffusionGemma).
     """
 
     mixer: AttentionConfig
@@ -157,6 +160,7 @@ class ScaledBlockConfig:
     experts: ScaledExpertsConfig | None
     inputs: int
     activation: str
+    refines: bool = False
 
     @property
     def widest(self) -> int:
@@ -189,6 +193,8 @@ class ScaledBlockConfig:
         rules = [rule(f"{to}{own}.scale", f"{of}{name}.weight", (width,), (None,)) for own, name in names.items()]
         rules += [*self.mixer.rules(width, to, of), *self.ffn.rules(width, to, of)]
         rules.append(rule(f"{to}scale", f"{of}layer_scalar", (1,), (None,)))
+        if self.refines:
+            rules.append(rule(f"{to}canvas_scale", f"{of}canvas_scalar", (1,), (None,)))
         if self.experts is not None:
             rules += self.experts.rules(width, to, of)
         if self.inputs:
@@ -211,6 +217,7 @@ class ScaledBlock(nnx.Module):
         self.mixer = config.mixer.build(width, dtype=dtype, rngs=rngs)
         self.ffn = config.ffn.build(width, dtype=dtype, rngs=rngs)
         self.scale = parameter(rngs, (1,), dtype)
+        self.canvas_scale = parameter(rngs, (1,), dtype) if config.refines else None
         self.dense_after = None if experts is None else norm()
         self.experts = None if experts is None else experts.build(width, dtype=dtype, rngs=rngs)
         self.inputs_after = norm() if size else None
@@ -228,4 +235,41 @@ class ScaledBlock(nnx.Module):
         if self.inputs_gate is not None and self.inputs_out is not None and self.inputs_after is not None:
             gated = GLUS[self.config.activation](self.inputs_gate(x), run.side[:, :, layer])
             x = x + self.inputs_after(self.inputs_out(gated))
-        return x * self.scale[...], fresh
+        scale = self.scale[...]
+        if self.canvas_scale is not None and run.canvas is not None:
+            scale = jnp.where(run.canvas.refined[:, None, None], self.canvas_scale[...], scale)
+        return x * scale, fresh
+
+
+@dataclasses.dataclass(frozen=True)
+class ConditioningConfig:
+    """Embeddings of a canvas together with what the pass before made of it (self-conditioning, Chen et al. 2022).
+
+    Attributes:
+        block: makes of a soft embedding what is added.
+    """
+
+    block: MLPConfig
+    norm: Norm
+
+    def build(self, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Conditioning:
+        """The module."""
+        return Conditioning(self, width, dtype=dtype, rngs=rngs)
+
+    def rules(self, width: int, to: str, of: str) -> tuple[Rule, ...]:
+        """Every weight: ``to`` and ``of`` are the paths of the module here and of the model in files."""
+        norm = rule(f"{to}norm.scale", f"{of}{self.block.name}.pre_norm.weight", (width,), (None,))
+        return (norm, *self.block.rules(width, to, of))
+
+
+class Conditioning(nnx.Module):
+    """See ``ConditioningConfig``."""
+
+    def __init__(self, config: ConditioningConfig, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        self.after = config.norm
+        self.norm = RMSNorm(width, config.norm, dtype=dtype)
+        self.ffn = config.block.build(width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t d"], soft: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """What enters the first layer; the norm of the sum has no scale."""
+        return self.after(x + self.ffn(self.norm(soft)))

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.models.cache import Cache, heads_of, in_place
 from jaxserve.models.rope import Rope
+from jaxserve.pytree import pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,20 @@ class Routing:
 UNPLANNED = Routing()
 
 
+@pytree
+class Canvas:
+    """Rows whose tokens are no text yet but a canvas that a model refines (DiffusionGemma); the others read text.
+
+    Attributes:
+        refined: which rows. What they see of the block is the mask's affair, as everywhere; of the prefix each of
+            their positions sees what the first one does.
+        soft: what the pass before made of each position, as an embedding; zeros in a canvas's first pass.
+    """
+
+    refined: Bool[Array, " b"]
+    soft: Float[Array, "b t d"]
+
+
 class Pass:
     """One pass over ``b`` rows of ``t`` tokens.
 
@@ -49,6 +64,7 @@ class Pass:
         key_block: cached positions that attention reads at a time.
         side: what the model computes once and every layer may use.
         routing: how tokens meet their experts.
+        canvas: rows that refine one; ``None`` where all read text.
     """
 
     def __init__(
@@ -69,9 +85,17 @@ class Pass:
         self.key_block = min(key_block, self.length)
         self.side: Any = None
         self.routing = UNPLANNED
+        self.canvas: Canvas | None = None
         self._cache = cache
         self._rotations: dict[tuple[Rope, Any], tuple[Array, Array]] = {}
         self._kept: dict[int, tuple[Array, Array]] = {}
+
+    @property
+    def reach(self) -> Int[Array, "b t"] | None:
+        """Of each token the place in the block from which its window counts back; ``None`` is its own."""
+        if self.canvas is None:
+            return None
+        return jnp.where(self.canvas.refined[:, None], 0, jnp.arange(self.mask.shape[1]))
 
     def rotation(self, rope: Rope, dtype: DTypeLike) -> tuple[Float[Array, "b t r"], Float[Array, "b t r"]]:
         """Cosine and sine for all tokens."""
