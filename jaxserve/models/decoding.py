@@ -11,7 +11,9 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 
-LARGEST_BLOCK = 1024
+LARGEST_BLOCK, MOST_POST_STEPS = 1024, 1024
+# As LLaDA2.1's own `generate` names them; a configuration that has them speaks for one model, not for its family.
+_THRESHOLDS = {"threshold": "threshold", "edit_threshold": "editing_threshold"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Decoding:
 
 
 def blocks_from_hf(hf: Mapping[str, Any], *, block: int, mask_id: int, **facts: Any) -> Decoding | None:
-    """Block diffusion as the fields ``block_size`` and ``mask_token_id`` describe it.
+    """Block diffusion as the fields ``block_size`` and ``mask_token_id`` describe it, and how a model is best asked.
 
     Args:
         block: positions of a block where the file does not say.
@@ -60,7 +62,7 @@ def blocks_from_hf(hf: Mapping[str, Any], *, block: int, mask_id: int, **facts: 
         cannot fill it in.
 
     Raises:
-        CheckpointError: a block or a token that cannot be.
+        CheckpointError: a block, a token or a threshold that cannot be.
     """
     size, vocab = hf.get("block_size", block), hf["vocab_size"]
     if type(size) is not int or not 1 <= size <= LARGEST_BLOCK:
@@ -76,5 +78,20 @@ def blocks_from_hf(hf: Mapping[str, Any], *, block: int, mask_id: int, **facts: 
         return None
     if (stated["delete_id"] is None) != (stated["insert_id"] is None):
         raise CheckpointError("config.json: of delete_token_id and split_token_id there is only one")
-    fields: dict[str, Any] = {"mask_id": mask_id, "denoising_steps": size} | facts
+    fields: dict[str, Any] = {"mask_id": mask_id, "denoising_steps": size} | facts | _advice(hf)
     return Decoding("block", size, **(fields | {name: token for name, token in stated.items() if token is not None}))
+
+
+def _advice(hf: Mapping[str, Any]) -> dict[str, Any]:
+    advice = {own: hf[name] for own, name in _THRESHOLDS.items() if hf.get(name) is not None}
+    for own, value in advice.items():
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            raise CheckpointError(f"config.json: {_THRESHOLDS[own]} is no number from 0 to 1", param=_THRESHOLDS[own])
+    steps = hf.get("max_post_steps")
+    if steps is None:
+        return advice
+    if type(steps) is not int or not 0 <= steps <= MOST_POST_STEPS:
+        raise CheckpointError(
+            f"config.json: max_post_steps is no whole number from 0 to {MOST_POST_STEPS}", param="max_post_steps"
+        )
+    return advice | {"post_steps": steps}

@@ -15,6 +15,15 @@ def test_what_the_file_says_wins():
     assert blocks_from_hf(stated, block=8, mask_id=99, threshold=0.5) == expected
 
 
+def test_how_a_model_is_best_asked():
+    """A configuration's own thresholds come before those of its family."""
+    advice = {"threshold": 0.8, "editing_threshold": 0, "max_post_steps": 4}
+    known = {"threshold": 0.5, "edit_threshold": 0.9, "post_steps": 16}
+    expected = Decoding("block", 8, 99, threshold=0.8, edit_threshold=0, post_steps=4, denoising_steps=8)
+    assert blocks_from_hf(HF | advice, block=8, mask_id=99, **known) == expected
+    assert blocks_from_hf(HF, block=8, mask_id=99, **known) != expected
+
+
 def test_a_vocabulary_without_the_familys_mask():
     assert blocks_from_hf(HF, block=8, mask_id=100) is None
 
@@ -31,6 +40,12 @@ def test_a_vocabulary_without_the_familys_mask():
         {"delete_token_id": 6},
         {"split_token_id": 6},
         {"delete_token_id": 6, "split_token_id": 200},
+        {"threshold": 1.5},
+        {"threshold": "0.5"},
+        {"editing_threshold": float("nan")},
+        {"editing_threshold": True},
+        {"max_post_steps": -1},
+        {"max_post_steps": 2.0},
     ],
 )
 def test_what_cannot_be(fields):
