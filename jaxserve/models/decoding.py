@@ -87,7 +87,7 @@ def _advice(hf: Mapping[str, Any]) -> dict[str, Any]:
     for own, value in advice.items():
         if type(value) not in (int, float) or not 0 <= value <= 1:
             raise CheckpointError(f"config.json: {_THRESHOLDS[own]} is no number from 0 to 1", param=_THRESHOLDS[own])
-    steps = hf.get("max_post_steps")
+    advice, steps = {own: float(value) for own, value in advice.items()}, hf.get("max_post_steps")
     if steps is None:
         return advice
     if type(steps) is not int or not 0 <= steps <= MOST_POST_STEPS:
