@@ -59,7 +59,7 @@ def grouped(
     Raises:
         ConfigError: the setting asks for a package that is not there.
     """
-    forms = {to: _form(to, choice(to, kernels.shape, (rows.dtype, kernels.dtype), setting)) for to in ("cuda", "tpu")}
+    forms = {to: _form(to, kernels.shape, (rows.dtype, kernels.dtype), setting) for to in ("cuda", "tpu")}
     return jax.lax.platform_dependent(rows, kernels, sizes, **forms, default=_ragged_dot)
 
 
@@ -67,6 +67,8 @@ def choice(
     platform: str, kernels: tuple[int, ...], dtypes: tuple[DTypeLike, DTypeLike], setting: str = AUTO
 ) -> str | None:
     """Which product is used on a platform; ``None`` where this module has no say, as on the CPU.
+
+    Where ``tokamax`` refuses a shape (rows that 128 does not divide, on a TPU), what ``auto`` takes stands in for it.
 
     Args:
         platform: ``cuda`` or ``gpu``, ``tpu``, or another one.
@@ -96,11 +98,13 @@ def choice(
     return RAGGED_DOT if n % LANES or k % LANES else MEGABLOX
 
 
-def _form(to: str, product: str | None) -> Form:
+def _form(to: str, kernels: tuple[int, ...], dtypes: tuple[DTypeLike, DTypeLike], setting: str) -> Form:
     """The product itself; XLA's where another one cannot be lowered, because the device is not there to be asked."""
-    forms: dict[str, Form] = {MEGABLOX: _megablox}
+    product, forms = choice(to, kernels, dtypes, setting), {RAGGED_DOT: _ragged_dot, MEGABLOX: _megablox}
     if _target() == to:
-        forms |= {TRITON: _triton, TOKAMAX: functools.partial(_tokamax, to=to)}
+        forms[TRITON] = _triton
+        if product == TOKAMAX:
+            return functools.partial(_tokamax, to=to, otherwise=_form(to, kernels, dtypes, AUTO))
     return forms.get(product or RAGGED_DOT, _ragged_dot)
 
 
@@ -117,12 +121,15 @@ def _ragged_dot(
 
 
 def _tokamax(
-    rows: Float[Array, "p k"], kernels: Float[Array, "e n k"], sizes: Int[Array, " e"], *, to: str
+    rows: Float[Array, "p k"], kernels: Float[Array, "e n k"], sizes: Int[Array, " e"], *, to: str, otherwise: Form
 ) -> Float[Array, "p n"]:
-    """Its Mosaic kernels by name: left to itself it takes XLA's product, silently, where they cannot be had."""
+    """Its Mosaic kernels by name: left to itself it would take XLA's product where they refuse."""
     product: Any = importlib.import_module(TOKAMAX).ragged_dot_general
     mosaic = {"cuda": "mosaic_gpu", "tpu": "mosaic_tpu"}[to]
-    y: Array = product(rows, kernels, sizes, _OUT_IN, preferred_element_type=jnp.float32, implementation=mosaic)
+    try:
+        y: Array = product(rows, kernels, sizes, _OUT_IN, preferred_element_type=jnp.float32, implementation=mosaic)
+    except NotImplementedError:
+        return otherwise(rows, kernels, sizes)
     return y
 
 
