@@ -19,7 +19,7 @@ def test_how_a_model_is_best_asked():
     """A configuration's own thresholds come before those of its family."""
     advice = {"threshold": 0.8, "editing_threshold": 0, "max_post_steps": 4}
     known = {"threshold": 0.5, "edit_threshold": 0.9, "post_steps": 16}
-    expected = Decoding("block", 8, 99, threshold=0.8, edit_threshold=0, post_steps=4, denoising_steps=8)
+    expected = Decoding("block", 8, 99, threshold=0.8, edit_threshold=0.0, post_steps=4, denoising_steps=8)
     assert blocks_from_hf(HF | advice, block=8, mask_id=99, **known) == expected
     assert blocks_from_hf(HF, block=8, mask_id=99, **known) != expected
 
