@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import random
+import string
 from collections.abc import Iterator
 
 
@@ -28,11 +29,10 @@ LAST = _words(
     "Quinn Rossi Silva Turner Ulrich Vogel Weber Xu Young Zhang Brown Cruz Dubois Ferrari Kovacs Sato"
 )
 CITIES = _words("Paris Berlin Tokyo Lima Cairo Oslo Delhi Quito Athens Bogota Dublin Hanoi Madrid Nairobi Seoul Vienna")
-ROLES = _words("admin editor viewer owner guest auditor")
 AGES = range(18, 80)
 
 HELD_OUT = 10  # one of so many
-SMALLEST, LARGEST = " ", "~"  # printable ASCII
+PRINTABLE = "".join(map(chr, range(0x20, 0x7F)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +43,18 @@ class Record:
     last: str
     age: int
     city: str
-    role: str
 
     @property
     def question(self) -> str:
         """What a user writes."""
-        return f"{self.first} {self.last}, {self.age}, {self.city}, {self.role}"
+        return f"{self.first} {self.last}, {self.age}, {self.city}"
 
     @property
     def answer(self) -> str:
         """The JSON that is right, to the letter."""
-        mail = f"{self.first}.{self.last}@{self.city}.example".lower()
+        mail = f"{self.first}.{self.last}@{self.city}.org".lower()
         name = f"{self.first} {self.last}"
-        return json.dumps({"name": name, "age": self.age, "city": self.city, "role": self.role, "mail": mail})
+        return json.dumps({"name": name, "age": self.age, "city": self.city, "mail": mail})
 
     @property
     def held_out(self) -> bool:
@@ -68,7 +67,7 @@ def records(seed: int, *, held_out: bool) -> Iterator[Record]:
     """Records without end, the same for the same seed, none of the other kind."""
     draw = random.Random(seed)
     while True:
-        record = Record(*map(draw.choice, (FIRST, LAST, AGES, CITIES, ROLES)))
+        record = Record(*map(draw.choice, (FIRST, LAST, AGES, CITIES)))
         if record.held_out == held_out:
             yield record
 
@@ -93,12 +92,11 @@ def corrupted(text: str, count: int, seed: int) -> tuple[str, tuple[int, ...]]:
     places = tuple(sorted(draw.sample(range(len(text)), count)))
     letters = list(text)
     for at in places:
-        letters[at] = draw.choice([other for other in _kind(text[at]) if other != text[at]])
+        letters[at] = draw.choice([other for other in kind(text[at]) if other != text[at]])
     return "".join(letters), places
 
 
-def _kind(letter: str) -> str:
-    for kind in ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"):
-        if letter in kind:
-            return kind
-    return "".join(map(chr, range(ord(SMALLEST), ord(LARGEST) + 1)))
+def kind(character: str) -> str:
+    """Those like it: digits, small or capital letters; all that can be printed for any other."""
+    kinds = (string.digits, string.ascii_lowercase, string.ascii_uppercase)
+    return next((one for one in kinds if character in one), PRINTABLE)
