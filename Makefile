@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 
 pins = requirements/py$$($(VENV)/bin/python -c 'import sys; print(*sys.version_info[:2], sep="")').txt
 
-.PHONY: setup serve test rigs gated check bench bench-experts simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain test-mesh memory flagship matrix tables constraints python
+.PHONY: setup serve test rigs gated check bench bench-experts train-tiny simulate faults poison cancels soak overload slow fuzz fuzz-parsers corrupt probes drain test-mesh memory flagship matrix tables constraints python
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.dev                 ## a virtual environment with everything in it
@@ -43,6 +43,9 @@ bench: $(VENV)/.native $(PEERS)/.ready ## one run in turns with transformers: ra
 
 bench-experts: $(VENV)/.native       ## the product of experts against ragged_dot and against reading them; ARGS='--quick'
 	$(VENV)/bin/python -m benchmarks.experts $(ARGS)
+
+train-tiny: $(VENV)/.dev             ## trains the tiny block-diffusion model, into .cache/checkpoints; ARGS='--quick' to see that it learns
+	$(VENV)/bin/python -m checkpoints.recipes.tiny_diffusion $(ARGS)
 
 simulate: $(VENV)/.dev               ## 10,000 histories of the engine in a simulated world; ARGS='--replay 17' for one
 	$(VENV)/bin/python -m tests.rigs.simulate $(ARGS)
