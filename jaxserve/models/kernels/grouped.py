@@ -5,8 +5,9 @@ ships for TPUs; ``triton``, a Pallas kernel of our own for GPUs; ``tokamax``, a 
 somebody installed it and asks for it; ``ragged_dot``, XLA's own, everywhere else. It does not know who chose the
 experts, nor how the CPU multiplies (``experts`` does).
 
-Nobody has run these kernels on the devices they are for: they are interpreted on the CPU against plain products, and
-lowered for both platforms. ``engine.expert_product: ragged_dot`` turns them off.
+Nobody has run these kernels on the devices they are for: they are interpreted on the CPU against plain products,
+lowered for both platforms in tests, and were compiled for both by hand (DECISIONS.md, 2026-12-01).
+``engine.expert_product: ragged_dot`` turns them off.
 """
 
 from __future__ import annotations
