@@ -62,6 +62,7 @@ class Edited:
 
     Attributes:
         first: what each token was when it was first decided.
+        history: ``None`` where nothing is remembered.
         final: nothing more will change.
         changed: this pass changed something, so it has not read what stands here now.
         post_steps: passes so far that began without a first mask.
@@ -70,7 +71,7 @@ class Edited:
 
     canvas: Int[Array, "b w"]
     first: Int[Array, "b w"]
-    history: History
+    history: History | None
     final: Bool[Array, " b"]
     changed: Bool[Array, " b"]
     post_steps: Int[Array, " b"]

@@ -1,0 +1,353 @@
+"""Block diffusion: a pass reads a block of masks and guesses, and keeps what it is sure of until the block is decided.
+
+Knows blocks, their canvas and when one is final. Which masks are filled and which tokens edited is said by
+``unmasking`` and ``levenshtein``. Every slot stands at a step of its own, so requests come and go in the middle of
+others' blocks.
+
+Positions of a block see each other and everything before it (SDAR, arXiv 2510.06303; LLaDA2, arXiv 2512.15745). While
+any of them may change, its cache entries are scratch: a block is committed by a pass that has read its final tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.decode import levenshtein
+from jaxserve.decode.levenshtein import Edited, History, Instructions
+from jaxserve.decode.sampling import SamplingRows, TokenScores, choose, choose_each, scores_each
+from jaxserve.decode.step import DecodeState, Hint, Model, Proposal, Verdict
+from jaxserve.decode.tally import tally
+from jaxserve.decode.unmasking import LEVENSHTEIN, RULES, BlockRows, admissible, due, filled, overwritten
+from jaxserve.models.decoding import Decoding
+from jaxserve.pytree import pytree
+
+T = TypeVar("T")
+Banned = tuple[tuple[int, Bool[Array, "b w"]], ...]
+
+
+@pytree
+class BlockMemory:
+    """What is known of each slot's present block.
+
+    Attributes:
+        canvas: its tokens; masks where nothing is decided. Given positions are read from ``DecodeState.tokens``.
+        first: what each token was when it was first decided; -1 where it has not been.
+        step: passes over this block so far.
+        post_steps: of these, passes that found no mask (by Levenshtein's rule, none of the first masks).
+        rows: how each slot decides.
+        history: for Levenshtein's rule, where the model knows it.
+    """
+
+    canvas: Int[Array, "b w"]
+    first: Int[Array, "b w"]
+    step: Int[Array, " b"]
+    post_steps: Int[Array, " b"]
+    rows: BlockRows
+    history: History | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDiffusion:
+    """One block a slot, several tokens a pass, corrected until it is final.
+
+    A block's given positions (the prompt's remainder, or what was emitted before a fault) stand at its head; they are
+    never masked and never edited. A block is emitted in the pass that makes it final. If that pass changed nothing, it
+    has read the final tokens and commits the block, too; else the next pass does, which finds all of it given.
+
+    A text ends at its first stop token, or at its limit, once everything up to there is decided and, where tokens are
+    edited, a pass has left all of it as it is; the rest of the block is not waited for.
+
+    A token's log-probability is the model's own for its place in the pass that made the block final: given the prefix
+    and the block as that pass read it. Where the token stood there already, the model has seen it: it says how much the
+    model agrees with the token in its place, not how likely it was to be written, which no left-to-right product gives
+    in a model that writes in any order.
+
+    Attributes:
+        mask_id: the token of what is not decided.
+        rule: a name of ``unmasking.RULES``.
+        threshold, edit_threshold, max_post_steps, denoising_steps, penalty, entropy_bound: where a request does not
+            say; see ``unmasking.BlockRows``.
+        delete_id, insert_id: tokens that Levenshtein's rule carries out; other rules never choose them.
+        alternatives: most likely tokens reported beside each chosen one, where a row asks.
+    """
+
+    block: int
+    mask_id: int
+    rule: str = "low_confidence_dynamic"
+    threshold: float = 0.9
+    edit_threshold: float = 1.0
+    max_post_steps: int = 0
+    denoising_steps: int = 1024  # no more than one mask is due in each
+    penalty: float = 0.0
+    entropy_bound: float = 0.35
+    delete_id: int | None = None
+    insert_id: int | None = None
+    alternatives: int = 20
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """A block."""
+        return (self.block,)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The fields of ``BlockRows``; a rule is its number."""
+        return tuple(field.name for field in dataclasses.fields(BlockRows))  # type: ignore[arg-type]
+
+    @property
+    def instructions(self) -> Instructions | None:
+        """Tokens that edit, where the model has them."""
+        if self.delete_id is None or self.insert_id is None:
+            return None
+        return Instructions(self.mask_id, self.delete_id, self.insert_id)
+
+    def memory(self, slots: int, positions: int) -> BlockMemory:  # noqa: ARG002
+        """Nothing decided, in no slot."""
+        rows = {
+            name: jnp.full(slots, value, jnp.int32 if isinstance(value, int) else jnp.float32)
+            for name, value in self._defaults().items()
+        }
+        return self._anew(slots, BlockRows(**rows))
+
+    def hand(self, memory: BlockMemory, slot: Int[Array, ""], hint: Hint) -> BlockMemory:
+        """A new request's settings; what it does not set, or what the model cannot do, is the strategy's."""
+        default = self._defaults()
+        told = dict(zip(self.settings, hint.settings, strict=True))
+        if self.instructions is None:
+            told["rule"] = jnp.where(told["rule"] == LEVENSHTEIN, jnp.nan, told["rule"])
+        rows = {}
+        for name, value in told.items():
+            row = getattr(memory.rows, name)
+            chosen = jnp.where(jnp.isnan(value), default[name], value)
+            rows[name] = row.at[slot].set(chosen.astype(row.dtype))
+        here = jnp.arange(len(memory.step)) == slot
+        return _where(
+            here, self._anew(len(here), BlockRows(**rows)), dataclasses.replace(memory, rows=BlockRows(**rows))
+        )
+
+    def propose(self, model: Model, state: DecodeState, rows: SamplingRows) -> Proposal:  # noqa: ARG002
+        """The canvas, with what is given in its place."""
+        places = state.length[:, None] + jnp.arange(self.block)
+        known = jnp.take_along_axis(state.tokens, jnp.minimum(places, state.tokens.shape[1] - 1), axis=1)
+        canvas = jnp.where(places < state.known[:, None], known, state.memory.canvas)
+        mask = jnp.ones((*canvas.shape, self.block), bool)
+        return Proposal(canvas, mask, jnp.full_like(state.length, self.block), None)
+
+    def accept(
+        self, logits: Float[Array, "b w v"], proposal: Proposal, state: DecodeState, rows: SamplingRows
+    ) -> Verdict:
+        """What the pass decides, and whether that makes the block final."""
+        memory: BlockMemory = state.memory
+        canvas, w = proposal.tokens, self.block
+        given = jnp.clip(state.known - state.length, 0, w)
+        fixed = jnp.arange(w) < given[:, None]
+        whole = given == w
+        after = self._updated(logits, canvas, fixed, state, rows)
+        ends = _ends(after.canvas, self.mask_id, fixed, state.length, rows, self._settling(memory.rows, canvas))
+        ready = (after.final | ends) & ~whole
+        advance = jnp.where(whole | (ready & after.final & ~after.changed), w, 0)
+        decided = ~fixed & (after.canvas != self.mask_id)
+        drafts = (after.first >= 0) & ~fixed & ready[:, None]
+        right = drafts & (after.first == after.canvas)
+        counted = tally(
+            len(given),
+            drafted=drafts.sum(1),
+            accepted=right.sum(1),
+            rejected=(drafts & ~right).sum(1),
+            edited=after.edited,
+            inserted=after.inserted,
+            deleted=after.deleted,
+            blocks=ready.astype(jnp.int32),
+            post_steps=jnp.where(whole | jnp.any((canvas == self.mask_id) & ~fixed, axis=1), 0, 1),
+        )
+        kept = BlockMemory(after.canvas, after.first, memory.step + 1, after.post_steps, memory.rows, after.history)
+        return Verdict(
+            tokens=_moved(after.canvas, given, self.mask_id),
+            count=jnp.where(ready, decided.sum(1), 0),  # behind an end that was not waited for masks may be left
+            advance=advance,
+            scores=self._scores(logits, after.canvas, given, ready, rows),
+            memory=_where(advance > 0, self._anew(len(given), memory.rows), kept),
+            tally=counted,
+        )
+
+    def _defaults(self) -> dict[str, int | float]:
+        """By the names of ``settings``."""
+        return {
+            "rule": RULES.index(self.rule),
+            "threshold": self.threshold,
+            "edit_threshold": self.edit_threshold,
+            "max_post_steps": self.max_post_steps,
+            "denoising_steps": self.denoising_steps,
+            "penalty": self.penalty,
+            "entropy_bound": self.entropy_bound,
+        }
+
+    def _anew(self, slots: int, rows: BlockRows) -> BlockMemory:
+        """Blocks of which nothing is decided."""
+        shape, zeros = (slots, self.block), jnp.zeros(slots, jnp.int32)
+        history = None if self.instructions is None else levenshtein.blank(slots, self.block)
+        masks, nothing = jnp.full(shape, self.mask_id, jnp.int32), jnp.full(shape, -1, jnp.int32)
+        return BlockMemory(masks, nothing, zeros, jnp.zeros_like(zeros), rows, history)
+
+    def _updated(
+        self,
+        logits: Float[Array, "b w v"],
+        canvas: Int[Array, "b w"],
+        fixed: Bool[Array, "b w"],
+        state: DecodeState,
+        rows: SamplingRows,
+    ) -> Edited:
+        """The block behind the pass."""
+        memory: BlockMemory = state.memory
+        places = state.length[:, None] + jnp.arange(self.block)
+        text = _with_block(state.tokens, canvas, state.length)
+        left = jnp.take_along_axis(text, jnp.maximum(places[:, :1] - 1, 0), axis=1)[:, 0]
+        before = jnp.where(state.length > 0, left, -1)
+        choice = admissible(logits, memory.rows, canvas, before, self._banned(memory, canvas, fixed))
+        token, confidence, entropy = choose_each(choice, rows, text, state.length, memory.step)
+        masked = (canvas == self.mask_id) & ~fixed
+        fill = filled(memory.rows, masked, confidence, entropy, due(memory.rows, memory.step, self.block))
+        plain = _thresholded(memory, canvas, fixed, masked, fill, token, confidence)
+        if self.instructions is None or memory.history is None:
+            return plain
+
+        def resample(at: Int[Array, " b"], tried: Int[Array, "b n"]) -> Int[Array, " b"]:
+            here = jnp.take_along_axis(choice, at[:, None, None], axis=1)
+            told = jnp.arange(here.shape[-1])
+            again = jnp.any(tried[..., None] == told, axis=1)
+            return choose(jnp.where(again, -jnp.inf, here[:, 0]), rows, text, state.length + at)
+
+        edited = levenshtein.edit(
+            memory.rows, self.instructions, memory.history, canvas, memory.first, fixed, token, confidence,
+            memory.step, memory.post_steps, resample,
+        )  # fmt: skip
+        return _where(memory.rows.rule == LEVENSHTEIN, edited, plain)
+
+    def _banned(self, memory: BlockMemory, canvas: Int[Array, "b w"], fixed: Bool[Array, "b w"]) -> Banned:
+        """What may not be chosen where. A mask never may, but for edits by Levenshtein's rule."""
+        everywhere = jnp.ones_like(fixed)
+        if self.instructions is None or memory.history is None:
+            return ((self.mask_id, everywhere),)
+        ids = self.instructions
+        first_masks = levenshtein.left(memory.history, canvas, fixed, self.mask_id)
+        cleaning = levenshtein.cleans_up(memory.rows, first_masks, memory.step, memory.post_steps)
+        text_only = ((memory.rows.rule != LEVENSHTEIN) | cleaning)[:, None] & everywhere
+        return (ids.mask, text_only | first_masks), (ids.delete, text_only), (ids.insert, text_only)
+
+    def _settling(self, rows: BlockRows, canvas: Int[Array, "b w"]) -> Int[Array, "b w"]:
+        """The block that a text's end has to be found in again; -1 where whatever is decided will do."""
+        return jnp.where((rows.edits | (rows.rule == LEVENSHTEIN))[:, None], canvas, -1)
+
+    def _scores(
+        self,
+        logits: Float[Array, "b w v"],
+        tokens: Int[Array, "b w"],
+        given: Int[Array, " b"],
+        ready: Bool[Array, " b"],
+        rows: SamplingRows,
+    ) -> TokenScores:
+        """Of what is emitted; nothing is looked up in passes that emit nothing."""
+        most = min(self.alternatives, logits.shape[-1])
+
+        def looked_up() -> TokenScores:
+            return scores_each(logits, tokens, rows.alternatives, most)
+
+        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(looked_up))
+        scores: TokenScores = jax.lax.cond(jnp.any(ready), looked_up, lambda: blank)
+        moved: TokenScores = jax.tree.map(lambda leaf: _moved(leaf, given, 0), scores)
+        return moved
+
+
+def strategy_of(decoding: Decoding, alternatives: int) -> BlockDiffusion:
+    """The strategy that a family's facts ask for."""
+    return BlockDiffusion(
+        block=decoding.block,
+        mask_id=decoding.mask_id,
+        rule=decoding.rule,
+        threshold=decoding.threshold,
+        edit_threshold=decoding.edit_threshold,
+        max_post_steps=decoding.post_steps,
+        denoising_steps=decoding.denoising_steps,
+        delete_id=decoding.delete_id,
+        insert_id=decoding.insert_id,
+        alternatives=alternatives,
+    )
+
+
+def _thresholded(
+    memory: BlockMemory,
+    canvas: Int[Array, "b w"],
+    fixed: Bool[Array, "b w"],
+    masked: Bool[Array, "b w"],
+    fill: Bool[Array, "b w"],
+    token: Int[Array, "b w"],
+    confidence: Float[Array, "b w"],
+) -> Edited:
+    """The rules that keep every token in its place.
+
+    A block is final when its last mask is filled. Where tokens are edited it is not before a pass finds no mask and
+    changes nothing, or no such pass is left to the row.
+    """
+    rows = memory.rows
+    over = overwritten(rows, canvas, ~masked & ~fixed, token, confidence)
+    after = jnp.where(fill | over, token, canvas)
+    settled = ~jnp.any(masked, axis=1)
+    post_steps = (memory.post_steps + settled).astype(jnp.int32)
+    changed = jnp.any(fill | over, axis=1)
+    corrected = settled & (~changed | (post_steps >= rows.max_post_steps))
+    zeros = jnp.zeros_like(post_steps)
+    return Edited(
+        canvas=after,
+        first=jnp.where(fill, token, memory.first),
+        history=memory.history,
+        final=jnp.where(rows.edits, corrected, ~jnp.any(masked & ~fill, axis=1)),
+        changed=changed,
+        post_steps=post_steps,
+        edited=jnp.sum(over, axis=1).astype(jnp.int32),
+        inserted=zeros,
+        deleted=zeros,
+    )
+
+
+def _ends(
+    canvas: Int[Array, "b w"],
+    mask_id: int,
+    fixed: Bool[Array, "b w"],
+    length: Int[Array, " b"],
+    rows: SamplingRows,
+    settling: Int[Array, "b w"],
+) -> Bool[Array, " b"]:
+    """Rows whose text ends in this block, with everything up to there decided, and as it was where that matters."""
+    w = canvas.shape[1]
+    places = jnp.arange(w)
+    decided = fixed | ((canvas != mask_id) & ((settling < 0) | (settling == canvas)))
+    stops = jnp.any(canvas[..., None] == rows.stop_ids[:, None, :], axis=-1) & ~fixed
+    stop = jnp.min(jnp.where(stops, places, w), axis=1)
+    end = jnp.minimum(stop, rows.limit - 1 - length)
+    return (end < w) & jnp.all(decided | (places > end[:, None]), axis=1)
+
+
+def _with_block(tokens: Int[Array, "b s"], canvas: Int[Array, "b w"], at: Int[Array, " b"]) -> Int[Array, "b s"]:
+    """Texts with the present block in its place."""
+    offset = jnp.arange(tokens.shape[1]) - at[:, None]
+    picked = jnp.take_along_axis(canvas, jnp.clip(offset, 0, canvas.shape[1] - 1), axis=1)
+    return jnp.where((offset >= 0) & (offset < canvas.shape[1]), picked, tokens)
+
+
+def _moved(leaf: Array, by: Int[Array, " b"], filler: int) -> Array:
+    """Rows moved to the left, by as much as each has given positions."""
+    source = jnp.arange(leaf.shape[1]) + by[:, None]
+    trailing = (...,) + (None,) * (leaf.ndim - 2)
+    picked = jnp.take_along_axis(leaf, jnp.minimum(source, leaf.shape[1] - 1)[trailing], axis=1)
+    return jnp.where((source < leaf.shape[1])[trailing], picked, jnp.asarray(filler, leaf.dtype))
+
+
+def _where(rows: Bool[Array, " b"], chosen: T, other: T) -> T:
+    """Leaf by leaf, row by row."""
+    picked: T = jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), chosen, other)
+    return picked
