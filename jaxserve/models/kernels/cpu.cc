@@ -94,7 +94,8 @@ struct Group {
   int64_t tiles() const { return (rows + kTile - 1) / kTile; }
 };
 
-// Into the second cache: the first is too small for a block, and the rows of one often share a few of its sets.
+// Into the second cache: the first is too small for a block, and the rows of one often share a few of its sets. Blocks
+// are fetched little by little while all rows meet the one before: the memory works as long as the processor does.
 inline const char* fetch(const char* from, int lines) {
   for (int line = 0; line < lines; line++) _mm_prefetch(from + line * kLine, _MM_HINT_T1);
   return from + lines * kLine;
@@ -131,8 +132,8 @@ inline __m128 over_lanes(const __m512 sum[4]) {
 
 // `count` rows times four outputs, of which the first `outputs` are there: y[row][output].
 template <class Numbers, int count>
-inline void dots(const char* x, const char* weights, int64_t bytes, const char*& next, float* y, int64_t stride,
-                 int64_t outputs) {
+inline void dots(const char* x, const char* weights, int64_t bytes, const char*& next, int lines, float* y,
+                 int64_t stride, int64_t outputs) {
   __m512 sum[count][4];
   const char* kernel[4];
   for (int i = 0; i < 4; i++) kernel[i] = weights + (i < outputs ? i : 0) * bytes;
@@ -141,7 +142,7 @@ inline void dots(const char* x, const char* weights, int64_t bytes, const char*&
   }
   int64_t at = 0;
   for (; at + kLine <= bytes; at += kLine) {
-    if (next) next = fetch(next, 4);
+    if (next) next = fetch(next, lines);
     __m512i weight[4];
     for (int i = 0; i < 4; i++) weight[i] = _mm512_loadu_si512(kernel[i] + at);
     for (int row = 0; row < count; row++) {
@@ -165,7 +166,8 @@ inline void dots(const char* x, const char* weights, int64_t bytes, const char*&
 template <class Numbers>
 void block_of_dots(const Problem& given, const Group& group, int64_t output, int64_t end) {
   const char* kernel = given.kernels + group.expert * given.outputs * given.bytes;
-  const char* next = kernel + (output + kBlock) * given.bytes;
+  const char *next = kernel + (output + kBlock) * given.bytes, *behind = next + kBlock * given.bytes;
+  const int lines = std::max<int64_t>(4 / ((group.rows + kAtOnce - 1) / kAtOnce), 1);
   for (int64_t row = 0; row < group.rows;) {
     const int64_t left = group.rows - row, count = left <= kAtOnce ? left : left < 2 * kAtOnce ? left / 2 : kAtOnce;
     const char* x = given.x + (group.first + row) * given.bytes;
@@ -173,7 +175,7 @@ void block_of_dots(const Problem& given, const Group& group, int64_t output, int
     for (int64_t four = output; four < end; four += 4) {
       const int64_t outputs = std::min<int64_t>(4, end - four);
       const auto run = [&](auto of) {
-        of(x, kernel + four * given.bytes, given.bytes, next, y + four, given.outputs, outputs);
+        of(x, kernel + four * given.bytes, given.bytes, next, lines, y + four, given.outputs, outputs);
       };
       switch (count) {
         case 1: run(dots<Numbers, 1>); break;
@@ -184,7 +186,7 @@ void block_of_dots(const Problem& given, const Group& group, int64_t output, int
         case 6: run(dots<Numbers, 6>); break;
       }
     }
-    next = nullptr;
+    if (next >= behind) next = nullptr;
     row += count;
   }
 }
@@ -235,8 +237,8 @@ void pack(const Problem& given, const Group& group, int64_t tile) {
 
 // 32 outputs, whose weights are `stride` bytes apart, times one packed tile or two.
 template <bool two>
-inline void tile_dots(const char* weights, int64_t stride, const uint32_t* x, int64_t words, const char* next,
-                      float* sums) {
+inline void tile_dots(const char* weights, int64_t stride, const uint32_t* x, int64_t words, const char*& next,
+                      int lines, float* sums) {
   _tile_zero(0);
   _tile_zero(1);
   if (two) {
@@ -244,7 +246,7 @@ inline void tile_dots(const char* weights, int64_t stride, const uint32_t* x, in
     _tile_zero(3);
   }
   for (int64_t word = 0; word < words; word += 16) {
-    if (next) next = fetch(next, kBlock);
+    if (next) next = fetch(next, lines);
     _tile_loadd(4, weights + word * 4, stride);
     _tile_loadd(5, weights + 16 * stride + word * 4, stride);
     _tile_loadd(6, x + word * kTile, kLine);
@@ -290,16 +292,16 @@ void block_of_tiles(const Problem& given, const Group& group, int64_t output, in
     weights = whole.data();
     next = nullptr;
   }
+  const int passes = (group.tiles() + 1) / 2, lines = (kBlock + passes - 1) / passes;
   for (int64_t tile = 0; tile < group.tiles(); tile += 2) {
     const uint32_t* x = given.packed + (group.tile + tile) * given.words * kTile;
     const bool two = tile + 1 < group.tiles();
-    (two ? tile_dots<true> : tile_dots<false>)(weights, stride, x, given.words, next, sums);
+    (two ? tile_dots<true> : tile_dots<false>)(weights, stride, x, given.words, next, lines, sums);
     for (int64_t one = 0; one <= two; one++) {
       const int64_t row = (tile + one) * kTile;
       const int64_t rows = std::min(kTile, group.rows - row);
       deliver(given, sums + one * kBlock * kTile, group.first + row, rows, output, end);
     }
-    next = nullptr;
   }
 }
 
