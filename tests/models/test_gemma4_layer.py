@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.models.gemma4_layer import LayerInputsConfig, ScaledExpertsConfig
+from jaxserve.models.feed_forward import MLPConfig
+from jaxserve.models.gemma4_layer import ConditioningConfig, LayerInputsConfig, ScaledExpertsConfig
 from jaxserve.models.layers import Norm
 from jaxserve.testing import random_leaves
 from tests.models import tiny_checkpoints as tiny
@@ -44,6 +45,20 @@ def test_layers_inputs_are_made_of_the_token_and_of_its_embedding():
     own = np.asarray(module.table[...])[np.asarray(tokens)].reshape(2, 2, 3, 4) * 2
     projected = normal((np.asarray(x) @ np.asarray(module.project.kernel[...]).T / 4).reshape(2, 2, 3, 4))
     np.testing.assert_allclose(found, (own + projected) / np.sqrt(2), atol=1e-5)
+
+
+def test_a_canvas_is_told_what_the_pass_before_made_of_it():
+    config = ConditioningConfig(MLPConfig(12, "gelu_tanh", name="self_conditioning"), NORM)
+    module = config.build(16, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    x, soft = (jax.random.normal(jax.random.key(seed), (2, 3, 16)) for seed in (1, 2))
+    np.testing.assert_allclose(module(x, jnp.zeros_like(x)), normal(np.asarray(x)), atol=1e-5)
+    module.norm.scale[...] = jnp.full(16, 2.0)
+    gate, up = (normal(np.asarray(soft)) * 2 @ np.asarray(half).T for half in module.ffn.gate_up.kernel[...])
+    added = np.asarray(jax.nn.gelu(gate)) * up @ np.asarray(module.ffn.down.kernel[...]).T
+    np.testing.assert_allclose(module(x, soft), normal(np.asarray(x) + added), atol=1e-5)
+    sources = {rule.param: rule.pieces(())[0].source for rule in config.rules(16, "conditioning.", "model.")}
+    assert sources["conditioning.norm.scale"] == "model.self_conditioning.pre_norm.weight"
+    assert sources["conditioning.ffn.down.kernel"] == "model.self_conditioning.down_proj.weight"
 
 
 # What each part is for, seen by what happens without it; the goldens are another engine's.

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.models.cache import KV, Cache, entries
-from jaxserve.models.passes import Pass
+from jaxserve.models.passes import Canvas, Pass
 from jaxserve.models.rope import Rope
 
 ROPE = Rope((1.0, 0.1))
@@ -36,6 +36,13 @@ def test_a_pass_without_a_cache_is_as_long_as_its_tokens():
     assert (cached.length, cached.key_block) == (64, 64)
     np.testing.assert_array_equal(cached.cached(0).k, kept.k)
     assert cached.cached(1) is None
+
+
+def test_windows_of_a_canvas_count_from_its_first_position():
+    run = a_pass()
+    assert run.reach is None
+    run.canvas = Canvas(jnp.array([False, True]), jnp.zeros((2, 3, 4)))
+    assert run.reach.tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
 def test_a_rotation_is_made_once_for_each_kind():

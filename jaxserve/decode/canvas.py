@@ -1,0 +1,307 @@
+"""Canvas diffusion: random tokens behind the text are refined pass by pass until they settle (DiffusionGemma).
+
+There is no mask token. A pass draws a token for every position of the canvas; the surest are accepted together, the
+others become random again (entropy-bounded sampling, Ben-Hamu et al. 2025, arXiv 2505.24857). The model is told what it
+made of the canvas before, as an embedding of its whole distribution. What is emitted in the end are the most likely
+tokens of the last pass, not the drawn ones. A canvas's passes keep nothing in the cache: the next pass reads the tokens
+as text, as a prompt is read, and keeps them.
+
+Every slot stands at a pass of its own: in one pass some rows read text and others refine. Source: transformers'
+``generation_diffusion_gemma``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxserve.decode.sampling import SamplingRows, TokenScores, adjusted_each, choose_each, scores_each
+from jaxserve.decode.step import DecodeState, Hint, Proposal, Verdict, causal
+from jaxserve.decode.tally import tally
+from jaxserve.models.family import Family
+from jaxserve.models.passes import Canvas
+from jaxserve.pytree import pytree
+
+T = TypeVar("T")
+_RANDOM = 1  # folded into the keys of random tokens: drawn ones have the keys themselves
+
+
+@pytree
+class CanvasRows:
+    """How each row refines its canvas, one row a slot.
+
+    Attributes:
+        denoising_steps: passes at most.
+        entropy_bound: of accepted positions, in nats: how much those surer than one may have together.
+        coldest, hottest: temperature, from the hottest in the first pass down to almost the coldest in the last.
+        stable_steps: times in a row that the most likely tokens must have stayed the same, for a canvas to be final.
+        certain_entropy: and the mean entropy of positions that this must not reach, in nats.
+    """
+
+    denoising_steps: Int[Array, " b"]
+    entropy_bound: Float[Array, " b"]
+    coldest: Float[Array, " b"]
+    hottest: Float[Array, " b"]
+    stable_steps: Int[Array, " b"]
+    certain_entropy: Float[Array, " b"]
+
+
+@pytree
+class CanvasMemory:
+    """What is known of each slot's present canvas.
+
+    Attributes:
+        canvas: what its next pass reads; in the first one random tokens are read instead.
+        best: the most likely tokens of the pass before; no token's ids where there was none.
+        first: those of the first pass.
+        soft: the embedding of what the pass before made of each position; zeros where there was none.
+        step: passes so far.
+        stable: times in a row that the most likely tokens stayed the same.
+        rows: how each slot refines.
+    """
+
+    canvas: Int[Array, "b w"]
+    best: Int[Array, "b w"]
+    first: Int[Array, "b w"]
+    soft: Float[Array, "b w d"]
+    step: Int[Array, " b"]
+    stable: Int[Array, " b"]
+    rows: CanvasRows
+
+
+@dataclasses.dataclass(frozen=True)
+class CanvasDiffusion:
+    """One canvas a slot, behind whatever is known of its text.
+
+    A request's temperature is a factor on the schedule's; at 0 the most likely token is taken instead of a drawn one,
+    at the schedule's temperatures. Filters (top-k and kin) bear on what is drawn, not on entropies, nor on what the
+    model is told. Penalties count the text before a position, in the canvas by its most likely tokens so far.
+
+    Attributes:
+        size: positions of a canvas.
+        vocab_size: tokens to draw from.
+        width: numbers of an embedding, which are held in ``dtype``.
+        denoising_steps, entropy_bound, coldest, hottest, stable_steps, certain_entropy: where a request does not say;
+            see ``CanvasRows``. The model's publisher recommends these (``generation_config.json``).
+        alternatives: most likely tokens reported beside each emitted one, where a row asks.
+    """
+
+    size: int
+    vocab_size: int
+    width: int
+    dtype: DTypeLike = "bfloat16"
+    denoising_steps: int = 48
+    entropy_bound: float = 0.1
+    coldest: float = 0.4
+    hottest: float = 0.8
+    stable_steps: int = 1
+    certain_entropy: float = 0.005
+    alternatives: int = 20
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """A canvas."""
+        return (self.size,)
+
+    @property
+    def block(self) -> int:
+        """Text is read one position after the other, a prompt up to its end: a canvas begins anywhere."""
+        return 1
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The fields of ``CanvasRows``."""
+        return tuple(field.name for field in dataclasses.fields(CanvasRows))  # type: ignore[arg-type]
+
+    def memory(self, slots: int, positions: int) -> CanvasMemory:  # noqa: ARG002
+        """No canvas in any slot."""
+        rows = {}
+        for name in self.settings:
+            value = getattr(self, name)
+            rows[name] = jnp.full(slots, value, jnp.int32 if isinstance(value, int) else jnp.float32)
+        return self._anew(slots, CanvasRows(**rows))
+
+    def hand(self, memory: CanvasMemory, slot: Int[Array, ""], hint: Hint) -> CanvasMemory:
+        """A new request's settings; what it does not set is the strategy's."""
+        rows = {}
+        for name, value in zip(self.settings, hint.settings, strict=True):
+            row = getattr(memory.rows, name)
+            rows[name] = row.at[slot].set(jnp.where(jnp.isnan(value), getattr(self, name), value).astype(row.dtype))
+        here = jnp.arange(len(memory.step)) == slot
+        anew = self._anew(len(here), CanvasRows(**rows))
+        return _where(here, anew, dataclasses.replace(memory, rows=anew.rows))
+
+    def propose(self, model: Any, state: DecodeState, rows: SamplingRows) -> Proposal:
+        """Known tokens that are still to be read, or, where there are none, the canvas.
+
+        Args:
+            model: a ``models.decoder.Decoder``, which also says what distributions over tokens look like to it.
+        """
+        memory: CanvasMemory = state.memory
+        w = self.size
+        places = state.length[:, None] + jnp.arange(w)
+        known = jnp.take_along_axis(state.tokens, jnp.minimum(places, state.tokens.shape[1] - 1), axis=1)
+        given = jnp.minimum(state.known - state.length, w)
+        reads = given > 0
+        chance = self._random_tokens(rows.seed, state.length, memory.step)
+        canvas = jnp.where(memory.step[:, None] == 0, chance, memory.canvas)
+        return Proposal(
+            tokens=jnp.where(reads[:, None], known, canvas),
+            mask=jnp.where(reads[:, None, None], causal(w), True),
+            count=jnp.where(reads, given, w),
+            memory=model.mixed,
+            canvas=Canvas(~reads, memory.soft),
+        )
+
+    def accept(
+        self, logits: Float[Array, "b w v"], proposal: Proposal, state: DecodeState, rows: SamplingRows
+    ) -> Verdict:
+        """What the pass makes of the canvas, and whether it is final; where it read text, that is kept."""
+        memory: CanvasMemory = state.memory
+        refines = state.known == state.length
+        after, entropy = self._refined(logits, proposal, state, rows)
+        steady = (after.stable >= memory.rows.stable_steps) & (entropy < memory.rows.certain_entropy)
+        final = refines & (steady | (after.step >= memory.rows.denoising_steps))
+        drafted = jnp.where(final, self.size, 0)
+        accepted = jnp.where(final, jnp.sum(after.first == after.best, axis=1), 0)
+        changed = jnp.sum(after.best != memory.best, axis=1)
+        counted = tally(
+            len(final),
+            drafted=drafted,
+            accepted=accepted,
+            rejected=drafted - accepted,
+            edited=jnp.where(refines & (memory.step > 0), changed, 0),
+            blocks=final.astype(jnp.int32),
+        )
+        return Verdict(
+            tokens=jnp.where(refines[:, None], after.best, 0),
+            count=drafted,
+            advance=jnp.where(refines, 0, proposal.count),
+            scores=self._scores(logits, after.best, final, rows),
+            memory=_where(refines & ~final, after, self._anew(len(final), memory.rows)),
+            tally=counted,
+        )
+
+    def _refined(
+        self, logits: Float[Array, "b w v"], proposal: Proposal, state: DecodeState, rows: SamplingRows
+    ) -> tuple[CanvasMemory, Float[Array, " b"]]:
+        """What is known of each canvas behind the pass, and its mean entropy."""
+        memory: CanvasMemory = state.memory
+        heat = _heat(memory.rows, memory.step)
+        scale = heat * jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+        text = _with_canvas(state.tokens, memory.best, state.length)
+        warm = dataclasses.replace(rows, temperature=rows.temperature * heat)
+        drawn, _, _ = choose_each(logits, warm, text, state.length, memory.step)
+        scores = adjusted_each(logits, rows, text, state.length) / scale[:, None, None]
+        best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        shares = jax.nn.softmax(scores, axis=-1)
+        normal = jax.nn.logsumexp(scores, axis=-1)
+        entropy = normal - jnp.sum(shares * scores, axis=-1)
+        step = memory.step + 1
+        chance = self._random_tokens(rows.seed, state.length, step)
+        after = CanvasMemory(
+            canvas=jnp.where(accepted(entropy, memory.rows.entropy_bound), drawn, chance),
+            best=best,
+            first=jnp.where(memory.step[:, None] == 0, best, memory.first),
+            soft=proposal.memory(shares).astype(memory.soft.dtype),
+            step=step,
+            stable=jnp.where(jnp.all(best == memory.best, axis=1), memory.stable + 1, 0),
+            rows=memory.rows,
+        )
+        return after, jnp.mean(entropy, axis=1)
+
+    def _random_tokens(
+        self, seed: UInt32[Array, "b 2"], first: Int[Array, " b"], step: Int[Array, " b"]
+    ) -> Int[Array, "b w"]:
+        """Of each position, what stands there in the row's ``step``-th pass unless something was accepted."""
+
+        def draw(seed: UInt32[Array, " 2"], position: Int[Array, ""], step: Int[Array, ""]) -> Float[Array, ""]:
+            key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+            for data in (position, step, _RANDOM):
+                key = jax.random.fold_in(key, data)
+            return jax.random.uniform(key, dtype=jnp.float32)
+
+        places = first[:, None] + jnp.arange(self.size)
+        numbers = jax.vmap(jax.vmap(draw, (None, 0, None)))(seed, places, step)
+        return jnp.minimum((numbers * self.vocab_size).astype(jnp.int32), self.vocab_size - 1)
+
+    def _scores(
+        self, logits: Float[Array, "b w v"], tokens: Int[Array, "b w"], final: Bool[Array, " b"], rows: SamplingRows
+    ) -> TokenScores:
+        """Of what is emitted; nothing is looked up in passes that emit nothing."""
+        most = min(self.alternatives, logits.shape[-1])
+
+        def looked_up() -> TokenScores:
+            return scores_each(logits, tokens, rows.alternatives, most)
+
+        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(looked_up))
+        scores: TokenScores = jax.lax.cond(jnp.any(final), looked_up, lambda: blank)
+        return scores
+
+    def _anew(self, slots: int, rows: CanvasRows) -> CanvasMemory:
+        """Canvases before their first pass."""
+        shape, zeros = (slots, self.size), jnp.zeros(slots, jnp.int32)
+        nothing = jnp.full(shape, self.vocab_size, jnp.int32)
+        return CanvasMemory(
+            canvas=jnp.zeros(shape, jnp.int32),
+            best=nothing,
+            first=jnp.copy(nothing),  # a buffer of its own: states are donated
+            soft=jnp.zeros((*shape, self.width), self.dtype),
+            step=zeros,
+            stable=jnp.zeros_like(zeros),
+            rows=rows,
+        )
+
+
+def strategy_of(family: Family, dtype: DTypeLike, alternatives: int) -> CanvasDiffusion:
+    """The strategy of a family that refines canvases.
+
+    Args:
+        dtype: of the model's weights.
+    """
+    decoding, config = family.decoding, family.config
+    assert decoding is not None
+    return CanvasDiffusion(
+        size=decoding.block,
+        vocab_size=config.vocab_size,
+        width=config.width,
+        dtype=jnp.dtype(dtype).name,
+        denoising_steps=decoding.denoising_steps,
+        alternatives=alternatives,
+    )
+
+
+def accepted(entropy: Float[Array, "b w"], bound: Float[Array, " b"]) -> Bool[Array, "b w"]:
+    """Positions that may be drawn independently: those surer than a position have at most ``bound`` together.
+
+    The sum bounds what these positions tell about each other. A canvas is short: comparing all pairs costs less than a
+    sort, and equal entropies have an order.
+    """
+    at = jnp.arange(entropy.shape[1])
+    mine, other = entropy[:, :, None], entropy[:, None, :]
+    surer = (other < mine) | ((other == mine) & (at[None, :] < at[:, None]))
+    return jnp.sum(jnp.where(surer, other, 0.0), axis=-1) <= bound[:, None]
+
+
+def _heat(rows: CanvasRows, step: Int[Array, " b"]) -> Float[Array, " b"]:
+    """Temperature of the rows' ``step``-th pass."""
+    left = (rows.denoising_steps - step) / jnp.maximum(rows.denoising_steps, 1)
+    return rows.coldest + (rows.hottest - rows.coldest) * left.astype(jnp.float32)
+
+
+def _with_canvas(tokens: Int[Array, "b s"], canvas: Int[Array, "b w"], at: Int[Array, " b"]) -> Int[Array, "b s"]:
+    """Texts with the present canvas in its place."""
+    offset = jnp.arange(tokens.shape[1]) - at[:, None]
+    picked = jnp.take_along_axis(canvas, jnp.clip(offset, 0, canvas.shape[1] - 1), axis=1)
+    return jnp.where((offset >= 0) & (offset < canvas.shape[1]), picked, tokens)
+
+
+def _where(rows: Bool[Array, " b"], chosen: T, other: T) -> T:
+    """Leaf by leaf, row by row."""
+    picked: T = jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), chosen, other)
+    return picked
