@@ -25,6 +25,7 @@ COLUMNS = {
     "whole pass": "logits of the uncached pass are those of transformers, within 1e-4 in float32",
     "chunks": "the same after prompts read in padded chunks, in at least three ways",
     "steps": "the same at every single cached step; greedy tokens are the same",
+    "blocks": "texts that are filled in block by block are another implementation's at every pass",
     "engine": "requests in company get the tokens that they get alone",
     "8 devices": "sharded over meshes of 8 devices as unsharded, within 1e-5",
     "FP8": "files with 8-bit floats in blocks of 128 x 128, packed in memory",
