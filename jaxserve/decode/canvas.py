@@ -1,4 +1,4 @@
-"""Canvas diffusion: random tokens behind the text are refined pass by pass until they settle (DiffusionGemma).
+"""Canvas diffusion: random tokens behind the text are refined pass by pass until they settle.
 
 There is no mask token. A pass draws a token for every position of the canvas; the surest are accepted together, the
 others become random again (entropy-bounded sampling, Ben-Hamu et al. 2025, arXiv 2505.24857). The model is told what it
@@ -7,7 +7,7 @@ tokens of the last pass, not the drawn ones. A canvas's passes keep nothing in t
 as text, as a prompt is read, and keeps them.
 
 Every slot stands at a pass of its own: in one pass some rows read text and others refine. Source: transformers'
-``generation_diffusion_gemma``.
+``EntropyBoundSampler`` and ``StableAndConfidentStoppingCriteria``.
 """
 
 from __future__ import annotations

@@ -180,11 +180,12 @@ def together() -> dict[int, Filled]:
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-def test_canvases_are_filled_as_transformers_fills_them(request_):
+def test_canvases_are_filled_as_transformers_fills_them(request_, supports):
     mine, passes = together()[request_], right(request_)["passes"]
     assert agrees(request_, mine)
     assert sum(read is None for read in mine.read) == CANVASES
     assert mine.count("passes") == passes.sum() + 1  # the first canvas is read as text once; of the last nobody asks
+    supports("diffusion_gemma", "blocks")
 
 
 def test_the_goldens_have_canvases_that_settle_and_such_that_do_not():
