@@ -123,7 +123,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     exchange_tokens: Annotated[
         Auto | Count | None,
-        means("tokens of a pass from which on each goes to its experts' devices only; `auto`: by bytes; `off`: never"),
+        means("size of passes from which tokens go to their experts' devices only; `auto`: by bytes"),
     ] = "auto"
 
 
