@@ -14,10 +14,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-from jaxlib.version import __version__ as jaxlib_version
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 COMMAND = "python -m jaxserve.models.kernels.build"
@@ -38,7 +38,7 @@ def library() -> Path:
 
     Its name holds what it depends on: source, flags, and the jaxlib whose headers it is compiled with.
     """
-    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), jaxlib_version.encode())
+    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version("jaxlib").encode())
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
     return SOURCE.with_name(f"cpu-{digest[:16]}.so")
 
