@@ -48,6 +48,11 @@ class Decoding:
         """Positions that see each other where a prompt is read: a canvas begins behind the prompt."""
         return self.block if self.kind == "block" else 1
 
+    @property
+    def beyond(self) -> int:
+        """Positions behind the last of a text that a pass may read: a canvas is whole wherever it begins."""
+        return self.block - 1 if self.kind == "canvas" else 0
+
 
 def blocks_from_hf(hf: Mapping[str, Any], *, block: int, mask_id: int, **facts: Any) -> Decoding | None:
     """Block diffusion as the fields ``block_size`` and ``mask_token_id`` describe it, and how a model is best asked.
