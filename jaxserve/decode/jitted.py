@@ -19,12 +19,13 @@ from jaxtyping import Array, Float, Int
 from jaxserve.decode import score as scoring
 from jaxserve.decode import step as stepping
 from jaxserve.decode.sampling import SamplingRows, TokenScores
-from jaxserve.decode.step import Control, DecodeState, Emission, Strategy
+from jaxserve.decode.step import Control, DecodeState, Emission, Hint, Strategy
 
 Params = dict[Any, Any]
 
-_PREFILL: dict[str, Any] = {"static_argnames": ("graphdef",), "donate_argnames": ("state",)}
+_PREFILL: dict[str, Any] = {"static_argnames": ("graphdef", "block"), "donate_argnames": ("state",)}
 _RUN: dict[str, Any] = {"static_argnames": ("graphdef", "strategy", "max_steps"), "donate_argnames": ("state",)}
+_HAND: dict[str, Any] = {"static_argnames": ("strategy",), "donate_argnames": ("state",)}
 _SCRUB: dict[str, Any] = {"donate_argnames": ("state",)}
 
 
@@ -37,9 +38,11 @@ def prefill(
     tokens: Int[Array, " t"],
     start: Int[Array, ""],
     count: Int[Array, ""],
+    *,
+    block: int | None = None,
 ) -> DecodeState:
     """``decode.step.prefill``, one program a chunk length."""
-    return stepping.prefill(nnx.merge(graphdef, params), state, slot, tokens, start, count)
+    return stepping.prefill(nnx.merge(graphdef, params), state, slot, tokens, start, count, block)
 
 
 @partial(jax.jit, **_RUN)
@@ -58,6 +61,12 @@ def run(
     return stepping.run(nnx.merge(graphdef, params), state, control, rows, steps, strategy, max_steps)
 
 
+@partial(jax.jit, **_HAND)
+def hand(state: DecodeState, slot: Int[Array, ""], hint: Hint, *, strategy: Strategy) -> DecodeState:
+    """``decode.step.hand``, one program a pool of a strategy that remembers."""
+    return stepping.hand(state, slot, hint, strategy)
+
+
 @partial(jax.jit, **_SCRUB)
 def scrub(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
     """``decode.step.scrub``, one program a pool."""
@@ -66,14 +75,15 @@ def scrub(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Served:
-    """The functions that a server compiles; ``prefill``, ``run`` and ``scrub`` as above."""
+    """The functions that a server compiles, as above."""
 
     prefill: Callable[..., Any]
     run: Callable[..., Any]
+    hand: Callable[..., Any]
     scrub: Callable[..., Any]
 
 
-ON_ONE_DEVICE = Served(prefill, run, scrub)
+ON_ONE_DEVICE = Served(prefill, run, hand, scrub)
 
 
 def over_mesh(state: Any, rest: Any) -> Served:
@@ -86,6 +96,7 @@ def over_mesh(state: Any, rest: Any) -> Served:
     return Served(
         jax.jit(inspect.unwrap(prefill), **_PREFILL, out_shardings=state),
         jax.jit(inspect.unwrap(run), **_RUN, out_shardings=(state, rest)),
+        jax.jit(inspect.unwrap(hand), **_HAND, out_shardings=state),
         jax.jit(inspect.unwrap(scrub), **_SCRUB, out_shardings=state),
     )
 

@@ -72,32 +72,82 @@ def choose(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     sampled = rows.temperature > 0
     drawn = jax.lax.cond(
-        jnp.any(sampled), lambda: _draw(_filter(logits, rows), rows.seed, known), lambda: jnp.zeros_like(greedy)
+        jnp.any(sampled),
+        lambda: _invert(_mass(_filter(logits, rows)), _uniforms(rows.seed, known)),
+        lambda: jnp.zeros_like(greedy),
     )
     return jnp.where(sampled, drawn, greedy)
 
 
-def token_scores(
-    logits: Float[Array, "b v"], token: Int[Array, " b"], alternatives: Bool[Array, " b"], count: int
+def choose_each(
+    logits: Float[Array, "b w v"],
+    rows: SamplingRows,
+    tokens: Int[Array, "b s"],
+    first: Int[Array, " b"],
+    step: Int[Array, " b"] | None = None,
+) -> tuple[Int[Array, "b w"], Float[Array, "b w"], Float[Array, "b w"]]:
+    """The token for each of several positions, as ``choose`` would choose it for each alone.
+
+    Args:
+        logits: the model's scores for the tokens at positions ``first .. first+w-1``.
+        tokens: tokens by position; penalties at a position count those before it.
+        step: draws of a position differ from step to step; ``None`` where each position is drawn once.
+
+    Returns:
+        The tokens; the probability of each after all filters, at temperature 1 where the row is greedy; and the
+        entropy (in nats) of what it was chosen from.
+    """
+    b, w, v = logits.shape
+    each = jax.tree.map(lambda leaf: jnp.repeat(leaf, w, axis=0), rows)
+    known = (first[:, None] + jnp.arange(w)).reshape(-1)
+    flat = _adjust(logits.reshape(b * w, v), each, tokens, known)
+    greedy = jnp.argmax(flat, axis=-1).astype(jnp.int32)
+    sampled = each.temperature > 0
+    kept = _filter(flat, each)
+    mass = _mass(kept)
+    total = jnp.sum(mass, axis=-1)
+    drawn = jax.lax.cond(
+        jnp.any(sampled),
+        lambda: _invert(mass, _uniforms(each.seed, known, None if step is None else jnp.repeat(step, w))),
+        lambda: jnp.zeros_like(greedy),
+    )
+    token = jnp.where(sampled, drawn, greedy)
+    confidence = jnp.take_along_axis(mass, token[:, None], axis=-1)[:, 0] / total
+    entropy = jnp.log(total) - jnp.sum(jnp.where(mass > 0, mass * jnp.log(mass), 0.0), axis=-1) / total
+    return token.reshape(b, w), confidence.reshape(b, w), entropy.reshape(b, w)
+
+
+def adjusted_each(
+    logits: Float[Array, "b w v"], rows: SamplingRows, tokens: Int[Array, "b s"], first: Int[Array, " b"]
+) -> Float[Array, "b w v"]:
+    """What ``choose_each`` chooses from, before temperatures and filters: with bias, penalties, early ends banned."""
+    b, w, v = logits.shape
+    each = jax.tree.map(lambda leaf: jnp.repeat(leaf, w, axis=0), rows)
+    known = (first[:, None] + jnp.arange(w)).reshape(-1)
+    return _adjust(logits.reshape(b * w, v), each, tokens, known).reshape(b, w, v)
+
+
+def scores_each(
+    logits: Float[Array, "b w v"], tokens: Int[Array, "b w"], alternatives: Bool[Array, " b"], count: int
 ) -> TokenScores:
-    """Log-probability of ``token`` and of the ``count`` most likely tokens (zeros where no row wants them); w is 1."""
+    """Log-probability of each token and of the ``count`` most likely ones (zeros where no row wants them)."""
     normal = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1) - normal
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - normal
 
     def most_likely() -> tuple[Array, Array]:
         values, ids = jax.lax.top_k(logits, count)
         return ids.astype(jnp.int32), values - normal
 
     def nothing() -> tuple[Array, Array]:
-        shape = (logits.shape[0], count)
+        shape = (*logits.shape[:-1], count)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype)
 
     top_ids, top = jax.lax.cond(jnp.any(alternatives), most_likely, nothing)
-    return TokenScores(chosen=chosen, top_ids=top_ids[:, None], top=top[:, None])
+    return TokenScores(chosen=chosen[..., 0], top_ids=top_ids, top=top)
 
 
 def _adjust(
-    logits: Float[Array, "b v"], rows: SamplingRows, tokens: Int[Array, "b s"], known: Int[Array, " b"]
+    logits: Float[Array, "b v"], rows: SamplingRows, tokens: Int[Array, "r s"], known: Int[Array, " b"]
 ) -> Float[Array, "b v"]:
     """Logit bias, then penalties, then the ban on early stop tokens."""
     penalised = (rows.repetition_penalty != 1) | (rows.presence_penalty != 0) | (rows.frequency_penalty != 0)
@@ -118,9 +168,13 @@ def _add_bias(logits: Float[Array, "b v"], rows: SamplingRows) -> Float[Array, "
 
 
 def _penalise(
-    logits: Float[Array, "b v"], rows: SamplingRows, tokens: Int[Array, "b s"], known: Int[Array, " b"]
+    logits: Float[Array, "b v"], rows: SamplingRows, tokens: Int[Array, "r s"], known: Int[Array, " b"]
 ) -> Float[Array, "b v"]:
-    """Repetition penalty (Keskar et al. 2019, CTRL) over prompt and output; OpenAI's two penalties over the output."""
+    """Repetition penalty (Keskar et al. 2019, CTRL) over prompt and output; OpenAI's two penalties over the output.
+
+    A row of tokens may stand for several rows of logits, one after the other.
+    """
+    tokens = jnp.repeat(tokens, logits.shape[0] // tokens.shape[0], axis=0)
     positions = jnp.arange(tokens.shape[1])
     past = positions < known[:, None]
     zeros = jnp.zeros(logits.shape, jnp.int32)
@@ -185,10 +239,13 @@ def _threshold(keys: UInt32[Array, "b v"], weights: Array, target: Array) -> UIn
     return jax.lax.fori_loop(0, 32, refine, jnp.zeros(keys.shape[0], jnp.uint32))
 
 
-def _draw(x: Float[Array, "b v"], seed: UInt32[Array, "b 2"], position: Int[Array, " b"]) -> Int[Array, " b"]:
+def _mass(x: Float[Array, "b v"]) -> Float[Array, "b v"]:
+    """Probabilities, but for a factor of each row."""
+    return jnp.where(x > REMOVED / 2, jnp.exp(x - jnp.max(x, axis=-1, keepdims=True)), 0.0)
+
+
+def _invert(mass: Float[Array, "b v"], uniform: Float[Array, " b"]) -> Int[Array, " b"]:
     """Inverts the distribution's cumulative sum at one uniform number a row: one pass, no noise per token."""
-    uniform = jax.vmap(_uniform)(seed, position)
-    mass = jnp.where(x > REMOVED / 2, jnp.exp(x - jnp.max(x, axis=-1, keepdims=True)), 0.0)
     blocks = jnp.pad(mass, ((0, 0), (0, -mass.shape[1] % CDF_BLOCK))).reshape(mass.shape[0], -1, CDF_BLOCK)
     sums = jnp.sum(blocks, axis=-1)
     cumulative = jnp.cumsum(sums, axis=-1)
@@ -211,6 +268,15 @@ def _first_beyond(cumulative: Float[Array, "b n"], parts: Float[Array, "b n"], g
     return jnp.where(jnp.any(beyond, axis=-1), jnp.argmax(beyond, axis=-1), last)
 
 
-def _uniform(seed: UInt32[Array, " 2"], position: Int[Array, ""]) -> Float[Array, ""]:
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-    return jax.random.uniform(key, dtype=jnp.float32)
+def _uniforms(
+    seed: UInt32[Array, "b 2"], position: Int[Array, " b"], step: Int[Array, " b"] | None = None
+) -> Float[Array, " b"]:
+    """One number a row, which depends on its seed, its position and its step alone."""
+
+    def draw(seed: UInt32[Array, " 2"], position: Int[Array, ""], *step: Int[Array, ""]) -> Float[Array, ""]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        for one in step:
+            key = jax.random.fold_in(key, one)
+        return jax.random.uniform(key, dtype=jnp.float32)
+
+    return jax.vmap(draw)(seed, position, *(() if step is None else (step,)))

@@ -7,6 +7,7 @@ and jitted by ``programs`` in this folder; a notebook calls the same functions.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -14,7 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.decode.sampling import SamplingRows, TokenScores
+from jaxserve.decode.tally import tally
 from jaxserve.models.cache import Cache, write
+from jaxserve.models.passes import Canvas
 from jaxserve.pytree import pytree
 
 
@@ -41,11 +44,19 @@ class DecodeState:
 
 @pytree
 class Proposal:
-    """What a pass reads: ``tokens`` at positions ``length .. length+w-1``, and what each sees of the others."""
+    """What a pass reads: ``tokens`` at positions ``length .. length+w-1``, and what each sees of the others.
+
+    Attributes:
+        count: how many of its columns matter in each row; a pass no wider than the most of them will do.
+        memory: whatever ``accept`` needs of it.
+        canvas: rows that refine a canvas, for models that can.
+    """
 
     tokens: Int[Array, "b w"]
     mask: Bool[Array, "b w w"]
+    count: Int[Array, " b"]
     memory: Any
+    canvas: Canvas | None = None
 
 
 @pytree
@@ -53,11 +64,12 @@ class Verdict:
     """What is kept of a pass.
 
     Attributes:
-        tokens: tokens to emit, left-aligned.
-        count: how many of them.
+        tokens: tokens to emit, left-aligned; where ``count`` is 0, what a block looks like so far.
+        count: how many of them are emitted.
         advance: how many of the pass's positions are final in the cache; not the same number in block diffusion.
-        scores: log-probabilities of the emitted tokens.
+        scores: log-probabilities of ``tokens``.
         memory: the strategy's next memory.
+        tally: what the pass did, by ``tally.COLUMNS``.
     """
 
     tokens: Int[Array, "b w"]
@@ -65,6 +77,22 @@ class Verdict:
     advance: Int[Array, " b"]
     scores: TokenScores
     memory: Any
+    tally: Int[Array, "b c"]
+
+
+@pytree
+class Hint:
+    """What a request brings along for its strategy.
+
+    Attributes:
+        draft: the caller's guess at the output, token by token.
+        drafted: how many tokens it has.
+        settings: by the strategy's own names, in its order; NaN where the request says nothing.
+    """
+
+    draft: Int[Array, " s"]
+    drafted: Int[Array, ""]
+    settings: Float[Array, " c"]
 
 
 @runtime_checkable
@@ -72,19 +100,33 @@ class Strategy(Protocol):
     """A frozen, hashable dataclass: it is a static argument of the compiled step."""
 
     @property
-    def width(self) -> int:
-        """Tokens a pass reads in each row."""
+    def widths(self) -> tuple[int, ...]:
+        """Tokens that a pass may read in each row, ascending; each is compiled, and a pass takes what it needs."""
 
-    def memory(self, slots: int) -> Any:
-        """Memory of empty slots."""
+    @property
+    def block(self) -> int | None:
+        """Positions that see each other, counted from the text's beginning; ``None`` where each sees those before it.
 
-    def propose(self, state: DecodeState, rows: SamplingRows) -> Proposal:
-        """What the next pass reads."""
+        A block is read as a whole: ``length`` stays a multiple of it, and prompts are read up to the last whole one.
+        """
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What a request may set, by name."""
+
+    def memory(self, slots: int, positions: int) -> Any:
+        """Memory of empty slots: arrays that have the slots as their first axis, or ``None``."""
+
+    def hand(self, memory: Any, slot: Int[Array, ""], hint: Hint) -> Any:
+        """The memory with a request that starts anew in a slot. Not called where there is no memory."""
+
+    def propose(self, model: Model, state: DecodeState, rows: SamplingRows) -> Proposal:
+        """What the next pass reads, as wide as the widest."""
 
     def accept(
         self, logits: Float[Array, "b w v"], proposal: Proposal, state: DecodeState, rows: SamplingRows
     ) -> Verdict:
-        """What is kept of it."""
+        """What is kept of it; ``w`` is the width that was taken, and the proposal is cut to it."""
 
 
 @runtime_checkable
@@ -111,13 +153,16 @@ class Model(Protocol):
 class Emission:
     """What one step gave each row, or, with a leading axis, what each of several steps gave.
 
-    ``finite`` is false where a logit was not: such a row emits nothing and stops.
+    Attributes:
+        tokens, count, scores, tally: as in ``Verdict``, cut at the end of the text.
+        finite: false where a logit was not: such a row emits nothing and stops.
     """
 
     tokens: Int[Array, "*n b w"]
     count: Int[Array, "*n b"]
     scores: TokenScores
     finite: Bool[Array, "*n b"]
+    tally: Int[Array, "*n b c"]
 
 
 @pytree
@@ -129,8 +174,8 @@ class Control:
         admit: rows that start: their prefix is in the cache up to ``length``.
         length: for admitted rows, positions whose cache entries are final.
         pending: for admitted rows, the known tokens from ``length`` on, left-aligned, as many as a pass is wide.
-        pending_count: how many there are, at least 1. More than fit into ``pending`` stand in the state already: a
-            prefill has put them there.
+        pending_count: how many there are. More than fit into ``pending`` stand in the state already: a prefill has put
+            them there.
     """
 
     keep: Bool[Array, " b"]
@@ -149,22 +194,18 @@ def empty_state(cache: Cache, strategy: Strategy) -> DecodeState:
         length=zeros,
         known=jnp.zeros_like(zeros),
         active=jnp.zeros(cache.slots, bool),
-        memory=strategy.memory(cache.slots),
+        memory=strategy.memory(cache.slots, cache.length),
     )
 
 
 def step(model: Model, state: DecodeState, rows: SamplingRows, strategy: Strategy) -> tuple[DecodeState, Emission]:
     """One pass over all slots; inactive rows compute garbage that is kept nowhere."""
-    proposal = strategy.propose(state, rows)
-    span = jnp.max(jnp.where(state.active, state.length, 0))
-    real = jnp.broadcast_to(state.active[:, None], proposal.tokens.shape)
-    hidden, fresh = model(proposal.tokens, state.length, proposal.mask, state.cache, span=span, real=real)
-    logits = model.logits(hidden)
-    finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) | ~state.active
-    verdict = strategy.accept(logits, proposal, state, rows)
+    proposal = strategy.propose(model, state, rows)
+    verdict, fresh, finite = _judged(model, state, rows, strategy, proposal)
     alive = state.active & finite
     count, ended = _stop(verdict, state.known, rows)
     count = jnp.where(alive, count, 0)
+    counted = verdict.tally + tally(len(alive), passes=jnp.ones_like(count), wasted=verdict.count - count)
     after = DecodeState(
         cache=write(state.cache, fresh, 0, state.length, jnp.where(alive, verdict.advance, 0)),
         tokens=_append(state.tokens, verdict.tokens, state.known, count),
@@ -173,7 +214,55 @@ def step(model: Model, state: DecodeState, rows: SamplingRows, strategy: Strateg
         active=alive & ~ended,
         memory=verdict.memory,
     )
-    return after, Emission(verdict.tokens, count, verdict.scores, finite)
+    counted = jnp.where(alive[:, None], counted, 0)
+    return after, Emission(verdict.tokens, count, verdict.scores, finite, counted)
+
+
+_Judged = tuple[Verdict, tuple[Any, ...], Bool[Array, " b"]]
+
+
+def _judged(model: Model, state: DecodeState, rows: SamplingRows, strategy: Strategy, proposal: Proposal) -> _Judged:
+    """The verdict on a proposal, fresh cache entries, and whether all scores of a row were finite.
+
+    The pass is as narrow as the proposal allows. What comes back has the shape of the widest one: only then can the
+    cache, which is large, be written behind the choice and in place.
+    """
+    span = jnp.max(jnp.where(state.active, state.length, 0))
+    most = jnp.max(jnp.where(state.active, proposal.count, 0))
+
+    def passed(width: int) -> _Judged:
+        part = _narrowed(proposal, width)
+        real = state.active[:, None] & (jnp.arange(width) < part.count[:, None])
+        only: dict[str, Any] = {} if part.canvas is None else {"canvas": part.canvas}
+        hidden, fresh = model(part.tokens, state.length, part.mask, state.cache, span=span, real=real, **only)
+        logits = model.logits(hidden)
+        finite = jnp.all(jnp.isfinite(logits) | ~real[..., None], axis=(1, 2))
+        return strategy.accept(logits, part, state, rows), fresh, finite | ~state.active
+
+    widths = strategy.widths
+    if len(widths) == 1:
+        return passed(widths[0])
+    widest = jax.eval_shape(lambda: passed(widths[-1]))
+
+    def widened(width: int) -> _Judged:
+        judged: _Judged = jax.tree.map(_padded, passed(width), widest)
+        return judged
+
+    choice = sum(most > width for width in widths[:-1])
+    return jax.lax.switch(choice, [partial(widened, width) for width in widths])
+
+
+def _narrowed(proposal: Proposal, width: int) -> Proposal:
+    canvas = proposal.canvas
+    if canvas is not None:
+        canvas = Canvas(canvas.refined, canvas.soft[:, :width])
+    tokens, mask = proposal.tokens[:, :width], proposal.mask[:, :width, :width]
+    return Proposal(tokens, mask, proposal.count, proposal.memory, canvas)
+
+
+def _padded(leaf: Array, like: jax.ShapeDtypeStruct) -> Array:
+    """With zeros behind the end of each axis that is too short."""
+    return jnp.pad(leaf, [(0, want - have) for have, want in zip(leaf.shape, like.shape, strict=True)])
 
 
 def run(
@@ -206,7 +295,7 @@ def run(
         log = jax.tree.map(lambda rows, row: jax.lax.dynamic_update_index_in_dim(rows, row, index, 0), log, emission)
         return index + 1, state, log
 
-    blank = Emission(blank.tokens, blank.count, blank.scores, jnp.ones_like(blank.finite))
+    blank = Emission(blank.tokens, blank.count, blank.scores, jnp.ones_like(blank.finite), blank.tally)
     _, state, log = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, blank))
     return state, log
 
@@ -218,15 +307,18 @@ def prefill(
     tokens: Int[Array, " t"],
     start: Int[Array, ""],
     count: Int[Array, ""],
+    block: int | None = None,
 ) -> DecodeState:
     """Reads a chunk of one prompt straight into its slot's rows; the chunk may be padded behind ``count`` tokens.
+
+    Positions see those before them, and with a ``block`` all of their own, too; ``start`` is then a multiple of it.
 
     It computes no logits: the prompt's last token is left to the first step, so that every token of a request, the
     first one too, comes from the same program. The caller guarantees ``start + t <= cache.length``.
     """
     t = tokens.shape[0]
     at = start[None]
-    mask, real = jnp.tril(jnp.ones((1, t, t), bool)), (jnp.arange(t) < count)[None]
+    mask, real = causal(t, block)[None], (jnp.arange(t) < count)[None]
     _, fresh = model(tokens[None], at, mask, state.cache, row=slot, span=start, real=real)
     return DecodeState(
         cache=write(state.cache, fresh, slot, at, count[None]),
@@ -236,6 +328,18 @@ def prefill(
         active=state.active.at[slot].set(False),
         memory=state.memory,
     )
+
+
+def hand(state: DecodeState, slot: Int[Array, ""], hint: Hint, strategy: Strategy) -> DecodeState:
+    """Gives the strategy what a request brings along, before it is admitted."""
+    memory = strategy.hand(state.memory, slot, hint)
+    return DecodeState(state.cache, state.tokens, state.length, state.known, state.active, memory)
+
+
+def causal(t: int, block: int | None = None) -> Bool[Array, "t t"]:
+    """What each of ``t`` positions sees: those up to itself, or up to the end of its block."""
+    place = jnp.arange(t) if block is None else jnp.arange(t) // block
+    return place[:, None] >= place[None, :]
 
 
 def scrub(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:

@@ -251,13 +251,14 @@ class Engine:
             request = running.request
             try:
                 stop_ids = self._scheduler.stop_ids(request)
-                admission = Admission(request, running.tokens, stop_ids, running.seed, len(request.prompt) - 1)
+                read = self.plan.pools[work.pool].read(len(request.prompt))
+                admission = Admission(request, running.tokens, stop_ids, running.seed, read)
                 self.device.admit(work.pool, running.slot, admission)
             except Exception as fault:  # noqa: BLE001 - nothing was dispatched: it is this request's own fault
                 said += self._blame(running, fault)
                 continue
             if not running.restarts:
-                self.metrics.prompt_tokens.inc()
+                self.metrics.prompt_tokens.inc(len(request.prompt) - read)
                 self.metrics.queue_time.observe(running.began - running.arrived)
         return said
 

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from jaxserve.decode.step import Emission
+from jaxserve.decode.tally import COLUMNS
 from jaxserve.engine.device import Admission, Flight, Progress
 from jaxserve.engine.programs import CompileWatch, Programs
-from jaxserve.engine.request import Request, SamplingParams, TokenLogprob
+from jaxserve.engine.request import Account, Request, SamplingParams, TokenLogprob
 from jaxserve.engine.rows import RowTable
 from jaxserve.engine.work import Emitted
 from jaxserve.plan import Chunk, Plan
@@ -42,7 +43,17 @@ class JaxLog:
                 values = log.scores.top[step, slot, index, :logprobs].tolist()
                 chosen = float(log.scores.chosen[step, slot, index])
                 scores.append(TokenLogprob(token, chosen, tuple(zip(ids, values, strict=True))))
-        return Emitted(tuple(tokens), tuple(scores), bool(log.finite[:, slot].all()))
+        counts = dict(zip(COLUMNS, log.tally[:, slot].sum(axis=0).tolist(), strict=True))
+        finite = bool(log.finite[:, slot].all())
+        return Emitted(tuple(tokens), tuple(scores), finite, Account(**counts), self._canvas(slot))
+
+    def _canvas(self, slot: int) -> tuple[int, ...]:
+        """What a block looks like behind the last of the slot's passes, if that one finished none."""
+        log = self.emission
+        ran = int(log.tally[:, slot, COLUMNS.index("passes")].sum())  # one step after the other, from the first on
+        if ran == 0 or log.tokens.shape[2] == 1 or log.count[ran - 1, slot]:
+            return ()
+        return tuple(log.tokens[ran - 1, slot].tolist())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +114,11 @@ class JaxDevice:
 
     def admit(self, pool: int, slot: int, admission: Admission) -> None:
         """Fills the slot's rows."""
-        self._rows[pool].set(slot, admission.request, admission.stop_ids, admission.seed)
+        request = admission.request
+        self._rows[pool].set(slot, request, admission.stop_ids, admission.seed)
+        if self.plan.hands:
+            hint = self.programs.hint(pool, request.draft, dict(request.settings))
+            self._states[pool] = self.programs.hand(pool, self._states[pool], slot, hint)
         control, pending = self._controls[pool], admission.tokens[admission.length :]
         width = min(len(pending), control.pending.shape[1])
         control.pending[slot, :width] = pending[:width]
@@ -144,7 +159,7 @@ class JaxDevice:
         prompt = (0,) * max(1, shape.length - steps)
         request = Request("warm-up", prompt, SamplingParams(max_tokens=steps, temperature=0.0))
         for slot in range(shape.slots):
-            self.admit(pool, slot, Admission(request, prompt, (), 0, len(prompt) - 1))
+            self.admit(pool, slot, Admission(request, prompt, (), 0, shape.read(len(prompt))))
         began = time.monotonic()
         self.run(pool, range(shape.slots), steps).read()
         times.append(time.monotonic() - began)

@@ -7,7 +7,7 @@ Knows no request.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxserve.decode import jitted
 from jaxserve.decode.sampling import SamplingRows
-from jaxserve.decode.step import Control, DecodeState, Emission, Strategy, empty_state
+from jaxserve.decode.step import Control, DecodeState, Emission, Hint, Strategy, empty_state
 from jaxserve.engine.device import Progress
 from jaxserve.engine.rows import RowTable
 from jaxserve.errors import DeviceFault
@@ -102,11 +102,9 @@ class Programs:
 
     def empty(self, pool: int) -> DecodeState:
         """A pool's state with nothing in it."""
-        if self._mesh is None:
-            return self._empty(pool)
-        if pool not in self._makers:  # before the warm-up; no device ever holds the whole of it
-            make = jax.jit(lambda: self._empty(pool), out_shardings=self._places(pool))
-            self._makers[pool] = make.lower().compile()
+        if pool not in self._makers:  # before the warm-up; no device of a mesh ever holds the whole of it
+            places = None if self._mesh is None else self._places(pool)
+            self._makers[pool] = jax.jit(lambda: self._empty(pool), out_shardings=places).lower().compile()
         state: DecodeState = self._makers[pool]()
         return state
 
@@ -153,6 +151,20 @@ class Programs:
         )
         return after
 
+    def hand(self, pool: int, state: DecodeState, slot: int, hint: Hint) -> DecodeState:
+        """Gives the strategy what a request brings along; ``state`` is donated."""
+        after: DecodeState = self._executables[Program("hand", pool)](state, np.int32(slot), hint)
+        return after
+
+    def hint(self, pool: int, draft: Sequence[int] = (), settings: Mapping[str, float] | None = None) -> Hint:
+        """What a request brings along, in the shapes of the compiled programs."""
+        tokens = np.zeros(self.plan.pools[pool].positions, np.int32)
+        tokens[: len(draft)] = draft[: len(tokens)]
+        given = settings or {}
+        values = np.asarray([given.get(name, np.nan) for name in self.strategy.settings], np.float32)
+        fields = {"draft": tokens, "drafted": np.int32(min(len(draft), len(tokens))), "settings": values}
+        return Hint(**jax.device_put(fields, self.whole))
+
     def scrub(self, pool: int, state: DecodeState, slot: int) -> DecodeState:
         """Zeroes a slot; ``state`` is donated."""
         after: DecodeState = self._executables[Program("scrub", pool)](state, np.int32(slot))
@@ -160,7 +172,7 @@ class Programs:
 
     def idle(self, pool: int) -> HostControl:
         """A control that stops every row and admits none, to be filled in."""
-        rows, width = self.plan.pools[pool].rows, self.strategy.width
+        rows, width = self.plan.pools[pool].rows, self.strategy.widths[-1]
         return HostControl(
             keep=np.zeros(rows, bool),
             admit=np.zeros(rows, bool),
@@ -206,10 +218,13 @@ class Programs:
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.whole)
         if program.kind == "scrub":
             return functions.scrub, (state, scalar), {}
+        if program.kind == "hand":
+            return functions.hand, (state, scalar, self.hint(program.pool)), {"strategy": self.strategy}
         model = (self._graphdef, self._params)
         if program.kind == "prefill":
             tokens = jax.ShapeDtypeStruct((program.bucket,), jnp.int32, sharding=self.whole)
-            return functions.prefill, (*model, state, scalar, tokens, scalar, scalar), {}
+            arguments = (*model, state, scalar, tokens, scalar, scalar)
+            return functions.prefill, arguments, {"block": self.strategy.block}
         control = self.idle(program.pool).on_device(self.whole)
         rows = RowTable(self.plan, pool, self.whole).snapshot()
         static = {"strategy": self.strategy, "max_steps": self.plan.steps_per_dispatch}

@@ -75,10 +75,11 @@ class Recovery:
         device = self._device
         device.reset()
         for one in group:
-            tokens = one.tokens
-            for chunk in device.plan.pools[one.pool].chunks(len(tokens) - 1):
+            tokens, pool = one.tokens, device.plan.pools[one.pool]
+            read = pool.read(len(tokens))
+            for chunk in pool.chunks(read):
                 device.prefill(one.pool, one.slot, chunk, tokens)
-            admission = Admission(one.request, tokens, self._stop_ids(one.request), one.seed, len(tokens) - 1)
+            admission = Admission(one.request, tokens, self._stop_ids(one.request), one.seed, read)
             device.admit(one.pool, one.slot, admission)
         finite = [
             self._decode(pool, [one.slot for one in group if one.pool == pool])

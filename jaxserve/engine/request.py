@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Sequence
 
 from jaxserve.errors import ContextLengthExceeded, InvalidRequest, JaxserveError
@@ -61,10 +62,46 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Account:
+    """What decoding a request took, pass by pass.
+
+    Attributes:
+        passes: of the model over its row.
+        drafted: tokens that were proposed for a place; each is ``accepted`` or ``rejected`` in the end.
+        predicted_accepted, predicted_rejected: those of them that the caller had handed in.
+        edited, inserted, deleted: changes of tokens that were decided already.
+        wasted: tokens that were decided behind the text's end.
+        blocks: that were finished.
+        post_steps: passes over a block in which nothing was open any more.
+    """
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    predicted_accepted: int = 0
+    predicted_rejected: int = 0
+    edited: int = 0
+    inserted: int = 0
+    deleted: int = 0
+    wasted: int = 0
+    blocks: int = 0
+    post_steps: int = 0
+
+    def __add__(self, other: Account) -> Account:
+        return Account(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+
+NOTHING = Account()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to continue.
 
     Attributes:
+        draft: the caller's guess at the output.
+        settings: of the decoding strategy, by its own names.
         deadline: when it must be done, in seconds on the engine's monotonic clock.
         tenant: on whose behalf; tenants get equal shares of a busy engine.
     """
@@ -74,6 +111,8 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     deadline: float | None = None
     tenant: str = ""
+    draft: tuple[int, ...] = ()
+    settings: tuple[tuple[str, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +133,9 @@ class Delta:
             generated but is not text.
         logprobs: one entry a token if the request asked for them, else empty.
         finish_reason: set in the last delta of a request, ``None`` before.
+        account: what the request took so far.
+        canvas: what the tokens behind the known ones look like so far, where they are decided together and still may
+            change.
         error: set when ``finish_reason`` is ``ERROR``.
     """
 
@@ -101,6 +143,8 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     error: JaxserveError | None = None
+    account: Account = NOTHING
+    canvas: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -243,6 +243,7 @@ class Scheduler:
                 continue
             given = emitted[slot]
             running.generated.extend(given.tokens)
+            running.account += given.account
             if given.tokens:
                 self._note_tokens(running, len(given.tokens), now)
             delta = self._delta(running, given)
@@ -313,7 +314,8 @@ class Scheduler:
             pool = self._pools[running.pool]
             running.slot = pool.free.pop(0)
             running.started = now
-            running.chunks = deque(self._plan.pools[running.pool].chunks(len(prompt) - 1))
+            chunked = self._plan.pools[running.pool]
+            running.chunks = deque(chunked.chunks(chunked.read(len(prompt))))
             pool.running[running.slot] = running
 
     def _gathers(self, now: float) -> bool:
@@ -369,9 +371,10 @@ class Scheduler:
             reason = FinishReason.STOP
         elif len(running.generated) >= sampling.max_tokens:
             reason = FinishReason.LENGTH
-        if not given.tokens and reason is None:
+        if not (given.tokens or given.canvas) and reason is None:
             return None
-        return Delta(given.tokens, given.logprobs if sampling.logprobs is not None else (), reason)
+        logprobs = given.logprobs if sampling.logprobs is not None else ()
+        return Delta(given.tokens, logprobs, reason, account=running.account, canvas=given.canvas)
 
     def _remove(self, running: Running) -> None:
         del self._by_id[running.request.id]

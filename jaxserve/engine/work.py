@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 
-from jaxserve.engine.request import Delta, Request, TokenLogprob
+from jaxserve.engine.request import NOTHING, Account, Delta, Request, TokenLogprob
 from jaxserve.plan import Chunk
 
 
@@ -20,6 +20,7 @@ class Running:
         decoding: its rows are in the device's run.
         generated: its tokens so far.
         restarts: how often its cache was lost.
+        account: what decoding it took so far.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class Running:
     first_token: float | None = None
     last_token: float | None = None
     restarts: int = 0
+    account: Account = NOTHING
 
     @property
     def began(self) -> float:
@@ -83,8 +85,13 @@ class Tick:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Emitted:
-    """What a dispatch gave one slot; ``finite`` is false where the model produced a number that is none."""
+    """What a dispatch gave one slot; ``finite`` is false where the model produced a number that is none.
+
+    The others are as in ``Delta``.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     finite: bool
+    account: Account = NOTHING
+    canvas: tuple[int, ...] = ()

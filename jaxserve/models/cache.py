@@ -110,8 +110,7 @@ def write(
 ) -> Cache:
     """Keeps the first ``count`` fresh entries of rows ``row .. row+b-1``, which follow ``start`` positions.
 
-    Rows with a count of 0 stay as they are. The caller guarantees ``start + t <= cache.length`` for all others: an
-    update that would pass the end is moved back silently by XLA.
+    Rows with a count of 0 stay as they are. The caller guarantees ``start + count <= cache.length`` for all others.
 
     On CPU a loop over rows, as many as the last kept one needs: XLA:CPU copies the whole cache for a scatter, for a
     ``where``, for an unrolled loop, and for an update that it may schedule before the last read. A loop whose length
@@ -189,10 +188,15 @@ def _put_run(
     start: Int[Array, " b"],
     count: Int[Array, " b"],
 ) -> Shaped[Array, "slots k s h"]:
+    t, stored = new.shape[2], old.shape[2]
     window = as_stored(jax.lax.dynamic_slice_in_dim(new, r, 1, axis=0), old)
-    at = (row + r, 0, start[r], 0)
+    first = jnp.minimum(start[r], stored - t)  # what does not fit is not kept, but XLA would move all of it back
+    if t > 1:
+        window = jnp.roll(window, start[r] - first, axis=2)
+    at = (row + r, 0, first, 0)
     before = jax.lax.dynamic_slice(old, at, window.shape)
-    return jax.lax.dynamic_update_slice(old, jnp.where(count[r] > 0, window, before), at)
+    kept = (count[r] > 0) & (jnp.arange(t) >= start[r] - first)
+    return jax.lax.dynamic_update_slice(old, jnp.where(kept[:, None], window, before), at)
 
 
 def _put_few(

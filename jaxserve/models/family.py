@@ -70,7 +70,8 @@ class Family:
     def shape(self) -> ModelShape:
         """What the plan needs to know."""
         weights = tuple(WeightShape(one.param, one.shape, one.axes, one.dtype) for one in self.rules)
-        return dataclasses.replace(self.config.shape, weights=weights)
+        block, beyond = (None, 0) if self.decoding is None else (self.decoding.read, self.decoding.beyond)
+        return dataclasses.replace(self.config.shape, weights=weights, block=block, beyond=beyond)
 
     def empty_cache(self, slots: int, positions: int, dtype: DTypeLike) -> Cache:
         """A cache with nothing in it."""

@@ -21,6 +21,8 @@ from jaxserve.sharding import axis_size
 
 # Up to this many rows a product is bound by reading its weights.
 FEW_ROWS = 32
+# Numbers from which on XLA:CPU sums rows in one order: between 2,304 and 4,096 it changes it.
+LARGE = 8192
 # XLA:CPU of jax 0.10 converts whole bfloat16 weights to float32 unless the result is float32, five times slower.
 WIDE_RESULTS = jax.__version_info__ < (0, 11)
 
@@ -56,8 +58,12 @@ class Linear(nnx.Module):
 
 
 def product(x: Float[Array, "m k"], weights: Float[Array, "n k"], dtype: DTypeLike) -> Float[Array, "m n"]:
-    """``x @ weights.T``, accumulated in float32, in the form that each platform is fast at."""
-    if x.shape[0] > FEW_ROWS:
+    """``x @ weights.T``, accumulated in float32, in the form that each platform is fast at.
+
+    A row's numbers are the same however many rows there are: in bfloat16 both forms sum in one order for any number
+    of two and more, in float32 only ``x`` first does.
+    """
+    if x.shape[0] > FEW_ROWS or x.dtype == jnp.float32:
         return _product(x, weights, dtype)
     return jax.lax.platform_dependent(
         x, weights, cpu=lambda x, w: _product_weights_first(x, w, dtype), default=lambda x, w: _product(x, w, dtype)
@@ -105,12 +111,26 @@ class Norm:
     def __call__(self, x: Float[Array, "... d"], scale: Float[Array, " d"] | None = None) -> Float[Array, "... d"]:
         """Normalises the last axis."""
         wide = x.astype(jnp.float32)
-        normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        normal = wide * jax.lax.rsqrt(_mean_square(wide) + self.eps)
         if scale is None:
             return normal.astype(x.dtype)
         if self.wide:
             return (normal * (scale.astype(jnp.float32) + self.offset)).astype(x.dtype)
         return normal.astype(x.dtype) * (scale + self.offset if self.offset else scale)
+
+
+def _mean_square(x: Float[Array, "... d"]) -> Float[Array, "... 1"]:
+    """Over the last axis, summed in the same order however many rows there are.
+
+    XLA:CPU sums small arrays in another order than large ones, so small ones get rows of zeros. Over a mesh they stay
+    as they are: rows may be split.
+    """
+    d = x.shape[-1]
+    missing = -(-LARGE // d) - x.size // d
+    if missing <= 0 or axis_size("expert") * axis_size("tensor") > 1:
+        return jnp.mean(x * x, axis=-1, keepdims=True)
+    rows = jnp.pad(x.reshape(-1, d), ((0, missing), (0, 0)))
+    return jnp.mean(rows * rows, axis=-1)[: x.size // d].reshape(*x.shape[:-1], 1)
 
 
 class RMSNorm(nnx.Module):

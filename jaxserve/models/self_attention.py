@@ -167,6 +167,7 @@ class SelfAttention(nnx.Module):
             window=config.window,
             key_block=min(run.key_block, config.window) if ring and config.window else run.key_block,
             sinks=None if self.sinks is None else self.sinks[...].reshape(-1),
+            reach=run.reach,
         )
         # Over a mesh by key heads first, as the cache is, or the cache would follow the split of the output map.
         out = held(out, _SPLIT[:4], (b, t, config.kv_heads, config.head_size))

@@ -40,6 +40,8 @@ class Plan:
         memory_limit: bytes that each device offers, ``memory_headroom`` of which (a share) stays free.
         mesh: devices that share the model; bytes are those of one of them.
         devices: how many there are.
+        widths: tokens that a decoding pass may read in each row, ascending.
+        hands: requests bring something along for the decoding strategy.
         compiled_workspace: what the compiler says that its hungriest program needs; ``None`` before it was asked.
         expert_product, exchange: the settings ``engine.expert_product`` and ``mesh.exchange_tokens``.
         native_kernels: whether ``engine.native_kernels`` allows them.
@@ -60,6 +62,8 @@ class Plan:
     memory_headroom: float
     mesh: MeshShape = ONE_DEVICE
     devices: int = 1
+    widths: tuple[int, ...] = (1,)
+    hands: bool = False
     compiled_workspace: int | None = None
     expert_product: str = "auto"
     exchange: int | Literal["auto"] | None = "auto"
@@ -82,6 +86,8 @@ class Plan:
         def of_pool(index: int, pool: PoolPlan) -> Iterator[Program]:
             yield from (Program("prefill", index, bucket) for bucket in pool.buckets)
             yield Program("run", index)
+            if self.hands:
+                yield Program("hand", index)
             yield Program("scrub", index)
 
         return tuple(program for index, pool in enumerate(self.pools) for program in of_pool(index, pool))
@@ -249,9 +255,10 @@ def plan_pool(slots: int, length: int, buckets: tuple[int, ...], model: ModelSha
             param="engine.pools",
         )
     fitting = tuple(bucket for bucket in buckets if bucket <= length) or buckets[:1]
-    unit = math.lcm(fitting[-1], model.key_block) if length > model.key_block else fitting[-1]
-    positions = -(-length // unit) * unit
-    return PoolPlan(slots, length, max(slots, MIN_ROWS), positions, fitting)
+    needed = length + model.beyond
+    unit = math.lcm(fitting[-1], model.key_block) if needed > model.key_block else fitting[-1]
+    positions = -(-needed // unit) * unit
+    return PoolPlan(slots, length, max(slots, MIN_ROWS), positions, fitting, model.block)
 
 
 def line(what: str, count: int, remark: str = "") -> str:

@@ -25,6 +25,7 @@ class PoolPlan:
         rows: rows of the compiled programs; more than ``slots`` only where a single row would be slow.
         positions: cache positions of a row; ``length`` rounded up to whole chunks and key blocks.
         buckets: chunk lengths, ascending.
+        block: positions of a text that are decoded together; ``None`` where it is one after the other.
     """
 
     slots: int
@@ -32,9 +33,17 @@ class PoolPlan:
     rows: int
     positions: int
     buckets: tuple[int, ...]
+    block: int | None = None
 
     def __str__(self) -> str:
         return f"{self.slots}x{self.length}"
+
+    def read(self, prompt: int) -> int:
+        """How many of a prompt's tokens are read before decoding, which reads the others.
+
+        All but the last, so that each token of a request comes from the same program; in blocks, all whole ones.
+        """
+        return prompt - 1 if self.block is None else prompt // self.block * self.block
 
     def chunks(self, count: int) -> tuple[Chunk, ...]:
         """How ``count`` prompt tokens are read; depends on nothing else, so a request's numbers don't either.
@@ -59,7 +68,7 @@ class PoolPlan:
         What was generated is read before only to put the tokens there; decode steps then read it once more, one by
         one, as they did at first.
         """
-        own = self.chunks(prompt - 1)
+        own = self.chunks(self.read(prompt))
         if known == prompt:
             return own
         covered = own[-1].start + own[-1].bucket if own else 0
@@ -70,10 +79,11 @@ class PoolPlan:
 class Program:
     """One executable of one pool.
 
-    ``prefill`` reads a chunk of one length, ``run`` does several decode steps, ``scrub`` empties a slot.
+    ``prefill`` reads a chunk of one length, ``run`` does several decode steps, ``hand`` gives the strategy what a
+    request brings along, ``scrub`` empties a slot.
     """
 
-    kind: Literal["prefill", "run", "scrub"]
+    kind: Literal["prefill", "run", "hand", "scrub"]
     pool: int
     bucket: int = 0
 

@@ -84,6 +84,9 @@ class ModelShape:
         key_block: cached positions that attention reads at a time.
         width: numbers of a token between layers; matters where there are experts.
         chosen: experts that a token takes; 0 where there are none.
+        block: positions that see each other and are decoded together; ``None`` where each sees those before it and is
+            decoded alone.
+        beyond: positions that passes read behind the last of a text: what a canvas has too many.
     """
 
     vocab_size: int
@@ -95,6 +98,8 @@ class ModelShape:
     key_block: int
     width: int = 0
     chosen: int = 0
+    block: int | None = None
+    beyond: int = 0
 
     @property
     def parameters(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.decode import sampling
-from jaxserve.decode.sampling import REMOVED, choose, token_scores
+from jaxserve.decode.sampling import REMOVED, choose, choose_each, scores_each
 from tests.decode.rows import sampling_rows
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "reference" / "sampling.npz"))
@@ -133,17 +133,51 @@ def test_bias_and_bans():
     assert choose(logits, rows, jnp.zeros((2, 16), jnp.int32), jnp.asarray([4, 8])).tolist() == [1, 3]
 
 
-def test_token_scores_are_log_softmax():
+def test_scores_are_log_softmax():
     logits = np.random.default_rng(3).normal(size=(2, 50)).astype(np.float32)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    scores = token_scores(jnp.asarray(logits), jnp.asarray([4, 9]), jnp.asarray([True, False]), 3)
+    given = jnp.asarray(logits)[:, None], jnp.asarray([[4], [9]])
+    scores = scores_each(*given, jnp.asarray([True, False]), 3)
     np.testing.assert_allclose(scores.chosen[:, 0], expected[[0, 1], [4, 9]], atol=1e-5)
     order = np.argsort(-logits, -1)[:, :3]
     np.testing.assert_array_equal(scores.top_ids[:, 0], order)
     np.testing.assert_allclose(scores.top[:, 0], np.take_along_axis(expected, order, 1), atol=1e-5)
-    silent = token_scores(jnp.asarray(logits), jnp.asarray([4, 9]), jnp.zeros(2, bool), 3)
+    silent = scores_each(*given, jnp.zeros(2, bool), 3)
     np.testing.assert_array_equal(silent.chosen, scores.chosen)
     assert not np.asarray(silent.top).any()
+
+
+def test_several_positions_are_chosen_as_each_alone():
+    """Greedy and sampled rows, filters, penalties over what stands before each position, an early ban."""
+    logits = jnp.asarray(np.random.default_rng(5).normal(size=(3, 4, 40)).astype(np.float32)) * 3
+    rows = sampling_rows(
+        3,
+        temperature=[0.0, 0.8, 1.3],
+        top_k=[0, 7, 0],
+        top_p=[1.0, 1.0, 0.7],
+        repetition_penalty=[1.5, 1.0, 1.2],
+        frequency_penalty=[0.5, 0.0, 1.0],
+        stop_ids=[[3, 5, -1], [-1, -1, -1], [8, -1, -1]],
+        min_length=[10, 0, 12],
+    )
+    tokens, first = jnp.asarray(np.random.default_rng(6).integers(0, 40, (3, 16)), jnp.int32), jnp.asarray([8, 3, 11])
+    chosen, confidence, entropy = choose_each(logits, rows, tokens, first)
+    for j in range(4):
+        assert chosen[:, j].tolist() == choose(logits[:, j], rows, tokens, first + j).tolist()
+    assert (confidence > 0).all()
+    assert (confidence <= 1).all()
+    assert (entropy >= 0).all()
+    again, *_ = choose_each(logits, rows, tokens, first, jnp.asarray([1, 1, 1]))
+    assert again[0].tolist() == chosen[0].tolist()  # greedy
+    assert again[1:].tolist() != chosen[1:].tolist()  # another step draws anew
+
+
+def test_confidence_is_the_probability_and_entropy_what_is_left_open():
+    logits = jnp.log(jnp.asarray([[[0.5, 0.25, 0.25], [0.98, 0.01, 0.01]]]))
+    rows = sampling_rows(1, temperature=[0.0])
+    _, confidence, entropy = choose_each(logits, rows, jnp.zeros((1, 4), jnp.int32), jnp.asarray([2]))
+    np.testing.assert_allclose(confidence, [[0.5, 0.98]], atol=1e-6)
+    np.testing.assert_allclose(entropy, [[1.5 * np.log(2), -0.98 * np.log(0.98) - 0.02 * np.log(0.01)]], atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -1.5, 1e-30, -1e30, np.inf, -np.inf])

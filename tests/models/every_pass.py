@@ -19,6 +19,7 @@ from jaxserve.decode import jitted
 from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.decode.sampling import TokenScores
 from jaxserve.decode.step import DecodeState, Proposal, Verdict, empty_state, step
+from jaxserve.decode.tally import tally
 from jaxserve.models.family import Family
 from tests.decode.rows import sampling_rows
 
@@ -56,7 +57,7 @@ class Remembering(Autoregressive):
 
     vocab_size: int = 0
 
-    def memory(self, slots: int) -> Any:
+    def memory(self, slots: int, positions: int) -> Any:  # noqa: ARG002
         """No scores yet."""
         return jnp.zeros((slots, self.vocab_size))
 
@@ -67,7 +68,7 @@ class Remembering(Autoregressive):
         token = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
         nothing = jnp.zeros((len(one), 1, 0))
         none = TokenScores(jnp.zeros((len(one), 1)), nothing.astype(jnp.int32), nothing)
-        return Verdict(token[:, None], count, one, none, logits[:, 0])
+        return Verdict(token[:, None], count, one, none, logits[:, 0], tally(len(one)))
 
 
 def as_it_is(state: DecodeState) -> DecodeState:

@@ -61,6 +61,21 @@ def test_the_window_test_can_fail():
     assert np.abs(run(q, k, v, mask, prefix, 7) - off_by_one).max() > 1e-2
 
 
+@pytest.mark.parametrize("start", [[0, 5], [9, 17]])
+def test_windows_may_count_from_another_place_than_the_query_s(start):
+    """The first row's queries see what its first one does, and of the block what the mask says; windows are shorter."""
+    q, k, v, _, cached, prefix = arguments(start)
+    mask = np.ones((B, T, T), bool)
+    mask[1] = np.tril(mask[1])
+    reach = jnp.stack([jnp.zeros(T, jnp.int32), jnp.arange(T)])
+    found = attend(*map(jnp.asarray, (q, k, v, mask)), prefix, scale=0.3, window=3, key_block=8, reach=reach)
+    last = max(start[0] - 2, 0)
+    own = plain(q, k, v, [start[0] - last, start[1]], mask, cached[0][:, :, last:], cached[1][:, :, last:], None)
+    np.testing.assert_allclose(found[0], own[0], atol=1e-5)
+    np.testing.assert_allclose(found[1], plain(q, k, v, start, mask, *cached, 3)[1], atol=1e-5)
+    assert np.abs(found[0] - plain(q, k, v, start, mask, *cached, 3)[0]).max() > 1e-2
+
+
 def test_an_arbitrary_mask_inside_the_block():
     q, k, v, _, cached, prefix = arguments([4, 9])
     mask = np.random.default_rng(0).random((B, T, T)) < 0.5
