@@ -13,6 +13,7 @@ Every slot stands at a pass of its own: in one pass some rows read text and othe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -20,14 +21,25 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxserve.decode.sampling import SamplingRows, TokenScores, adjusted_each, choose_each, scores_each
+from jaxserve.decode.sampling import COLDEST, SamplingRows, TokenScores, adjusted_each, choose_each, scores_each
 from jaxserve.decode.step import DecodeState, Hint, Proposal, Verdict, causal
 from jaxserve.decode.tally import tally
+from jaxserve.errors import ConfigError
 from jaxserve.models.family import Family
 from jaxserve.models.passes import Canvas
 from jaxserve.pytree import pytree
 
 T = TypeVar("T")
+# As files name what their model is best asked with (``generation_config.json``).
+_RECOMMENDED = {
+    "denoising_steps": "max_denoising_steps",
+    "entropy_bound": "entropy_bound",
+    "coldest": "t_min",
+    "hottest": "t_max",
+    "stable_steps": "stability_threshold",
+    "certain_entropy": "confidence_threshold",
+}
+_LARGEST = 1e6
 _RANDOM = 1  # folded into the keys of random tokens: drawn ones have the keys themselves
 
 
@@ -193,7 +205,7 @@ class CanvasDiffusion:
         """What is known of each canvas behind the pass, and its mean entropy."""
         memory: CanvasMemory = state.memory
         heat = _heat(memory.rows, memory.step)
-        scale = heat * jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+        scale = jnp.maximum(heat * jnp.where(rows.temperature > 0, rows.temperature, 1.0), COLDEST)
         text = _with_canvas(state.tokens, memory.best, state.length)
         warm = dataclasses.replace(rows, temperature=rows.temperature * heat)
         drawn, _, _ = choose_each(logits, warm, text, state.length, memory.step)
@@ -258,22 +270,46 @@ class CanvasDiffusion:
         )
 
 
-def strategy_of(family: Family, dtype: DTypeLike, alternatives: int) -> CanvasDiffusion:
+def strategy_of(
+    family: Family, dtype: DTypeLike, alternatives: int, generation: Mapping[str, Any] | None = None
+) -> CanvasDiffusion:
     """The strategy of a family that refines canvases.
 
     Args:
         dtype: of the model's weights.
+        generation: the checkpoint's ``generation_config.json``, whose settings are the defaults.
+
+    Raises:
+        ConfigError: a setting there that cannot be.
     """
     decoding, config = family.decoding, family.config
     assert decoding is not None
+    facts: dict[str, Any] = {"denoising_steps": decoding.denoising_steps} | _recommended(generation or {})
     return CanvasDiffusion(
         size=decoding.block,
         vocab_size=config.vocab_size,
         width=config.width,
         dtype=jnp.dtype(dtype).name,
-        denoising_steps=decoding.denoising_steps,
         alternatives=alternatives,
+        **facts,
     )
+
+
+def _recommended(generation: Mapping[str, Any]) -> dict[str, int | float]:
+    """What a file says, by the names of ``CanvasRows``."""
+    sampler = generation.get("sampler_config")
+    stated = {**generation, **(sampler if isinstance(sampler, Mapping) else {})}
+    found = {}
+    for name, theirs in _RECOMMENDED.items():
+        value, whole = stated.get(theirs), isinstance(getattr(CanvasDiffusion, name), int)
+        if value is None:
+            continue
+        least = 1 if name == "denoising_steps" else 0
+        kind = type(value) is int or (type(value) is float and not whole)
+        if not kind or not least <= value <= _LARGEST:
+            raise ConfigError(f"generation_config.json: {theirs} {value!r} cannot be")
+        found[name] = value if whole else float(value)
+    return found
 
 
 def accepted(entropy: Float[Array, "b w"], bound: Float[Array, " b"]) -> Bool[Array, "b w"]:

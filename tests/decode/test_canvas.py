@@ -15,6 +15,7 @@ from jaxserve.decode import jitted
 from jaxserve.decode.canvas import CanvasDiffusion, accepted, strategy_of
 from jaxserve.decode.step import Control, DecodeState, Hint, Proposal, Verdict, causal, empty_state
 from jaxserve.decode.tally import COLUMNS
+from jaxserve.errors import ConfigError
 from tests.decode.rows import sampling_rows
 from tests.models import tiny_checkpoints as tiny
 
@@ -352,6 +353,25 @@ def test_what_a_request_does_not_set_is_the_strategy_s():
     assert strategy.hand(told, jnp.int32(1), silent).rows.denoising_steps.tolist() == [48, 48, 48]
     for before, after in zip(jax.tree.leaves(memory), jax.tree.leaves(told), strict=True):
         assert (before.shape, before.dtype, before.weak_type) == (after.shape, after.dtype, after.weak_type)
+
+
+def test_a_file_says_what_its_model_is_best_asked_with():
+    family, _, strategy = model()
+    assert strategy_of(family, jnp.float32, 2, {"max_denoising_steps": None, "temperature": 0.5}) == strategy
+    stated = {"max_denoising_steps": 9, "sampler_config": {"entropy_bound": 1}, "t_min": 0.2, "stability_threshold": 0}
+    told = strategy_of(family, jnp.float32, 2, stated | {"t_max": 0.9, "confidence_threshold": 0.1})
+    expected = {"denoising_steps": 9, "entropy_bound": 1.0, "coldest": 0.2, "hottest": 0.9, "stable_steps": 0}
+    assert told == dataclasses.replace(strategy, **expected, certain_entropy=0.1)
+    for wrong in ({"t_min": "cold"}, {"t_max": -1.0}, {"max_denoising_steps": 0}, {"stability_threshold": 1.5}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            strategy_of(family, jnp.float32, 2, wrong)
+
+
+def test_settings_that_make_no_sense_give_tokens_all_the_same():
+    absurd = {"coldest": -1.0, "hottest": 0.0, "denoising_steps": 0.0, "entropy_bound": -1.0}
+    mine = Filling({1: 0}, settings=absurd).run()[1]
+    assert mine.count("passes") == CANVASES + 1
+    assert all(0 <= token < model()[2].vocab_size for token in mine.tokens)
 
 
 def test_the_surest_are_accepted_while_their_sum_allows_it():
