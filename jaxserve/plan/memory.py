@@ -41,12 +41,13 @@ def state_bytes(pool: PoolPlan, widths: int, log: int) -> int:
     return pool.rows * (pool.positions + widths + log) * INT32
 
 
-def workspace_bytes(model: ModelShape, pools: Iterable[PoolPlan]) -> int:
+def workspace_bytes(model: ModelShape, pools: Iterable[PoolPlan], width: int = 1) -> int:
     """An upper estimate of what the hungriest program needs beside its arguments.
 
     One layer's activations and attention scores of a pass, in float32 and twice over, and what its tokens add to all
-    layers' caches, which is written at its end; for a run also a few copies of the logits. A mesh is not counted on:
-    it splits some of it. The compiler's own figure is known only after compilation.
+    layers' caches, which is written at its end; for a run, which reads ``width`` tokens in each row, also a few copies
+    of their logits. A mesh is not counted on: it splits some of it. The compiler's own figure is known only after
+    compilation.
     """
 
     def activations(rows: int, tokens: int, positions: int) -> int:
@@ -57,5 +58,6 @@ def workspace_bytes(model: ModelShape, pools: Iterable[PoolPlan]) -> int:
     needs = [0]
     for pool in pools:
         needs += [activations(1, bucket, pool.positions) for bucket in pool.buckets]
-        needs.append(activations(pool.rows, 1, pool.positions) + 6 * pool.rows * model.vocab_size * FLOAT32)
+        logits = 6 * pool.rows * width * model.vocab_size * FLOAT32
+        needs.append(activations(pool.rows, width, pool.positions) + logits)
     return max(needs)

@@ -123,14 +123,14 @@ class Plan:
     def state_bytes(self, pool: PoolPlan) -> int:
         """Token history, sampling rows and the log of a dispatch."""
         widths = 2 * self.max_logit_bias + self.stop_width + 16
-        return memory.state_bytes(pool, widths, self.steps_per_dispatch * (4 + 2 * self.max_logprobs))
+        return memory.state_bytes(pool, widths, self.steps_per_dispatch * self.widths[-1] * (4 + 2 * self.max_logprobs))
 
     @property
     def workspace_bytes(self) -> int:
         """What the hungriest program needs beside its arguments: the compiler's figure, else an upper estimate."""
         if self.compiled_workspace is not None:
             return self.compiled_workspace
-        return memory.workspace_bytes(self.model, self.pools)
+        return memory.workspace_bytes(self.model, self.pools, self.widths[-1])
 
     @property
     def total_bytes(self) -> int:

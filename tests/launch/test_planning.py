@@ -20,6 +20,7 @@ from jaxserve.models.passes import Routing
 from jaxserve.plan import Hardware, WeightShape
 from jaxserve.plan.exchange import exchanged_from
 from jaxserve.testing import TINY
+from tests.models.test_diffusion_gemma import PUBLISHED
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FLAGSHIP = CONFIGS / "qwen3.6-35b-a3b.json"
@@ -52,6 +53,14 @@ def test_it_is_for_the_hardware_that_is_named(tiny_json):
     assert (planned.devices, planned.memory_limit) == (8, 95 * 10**9)
     with pytest.raises(ConfigError, match="no device is called 'abacus'"):
         plan(configured(), tiny_json, "abacus")
+
+
+def test_a_canvas_has_room_behind_the_last_position_of_a_text(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    config = Config(engine=EngineConfig(pools=(Pool(4, 8192),), prefill_buckets=(512,)))
+    planned = plan(config, tmp_path, "h200")
+    assert planned.pools[0].positions == 8192 + 512
+    assert "47.034 GiB" in planned.describe().splitlines()[0]
 
 
 def test_the_compiler_is_asked(tiny_json):

@@ -22,6 +22,25 @@ TEXT = {
 }
 TEXT |= {"model_type": "diffusion_gemma_text", "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 8}
 HF = {"model_type": "diffusion_gemma", "text_config": TEXT, "vision_config": {}, "tie_word_embeddings": True}
+# DiffusionGemma-26B-A4B without its eyes (google-deepmind/gemma, ``Gemma4_26B_A4B``).
+PUBLISHED = {
+    "model_type": "diffusion_gemma",
+    "text_config": {
+        "vocab_size": 262_144,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 2,
+        "sliding_window": 1024,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
+}
 TOLERANCE = 1e-4
 CASE, SIZE, PREFIX = "diffusion_gemma", 20, 53
 
@@ -40,23 +59,7 @@ def test_it_is_gemma4_that_refines_canvases():
 
 
 def test_the_published_size():
-    """DiffusionGemma-26B-A4B without its eyes (google-deepmind/gemma, ``Gemma4_26B_A4B``)."""
-    text = {
-        "vocab_size": 262_144,
-        "hidden_size": 2816,
-        "intermediate_size": 2112,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "num_global_key_value_heads": 2,
-        "sliding_window": 1024,
-        "num_experts": 128,
-        "top_k_experts": 8,
-        "moe_intermediate_size": 704,
-    }
-    shape = family_of({"model_type": "diffusion_gemma", "text_config": text}).shape
+    shape = family_of(PUBLISHED).shape
     assert shape.parameters == pytest.approx(25.2e9, rel=5e-3)
     experts = (weight.numbers for weight in shape.weights if weight.param.endswith(("experts.gate_up", "experts.down")))
     idle = sum(experts) * 120 // 128

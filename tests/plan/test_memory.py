@@ -58,3 +58,5 @@ def test_the_workspace_holds_what_a_pass_adds_to_every_layer():
 def test_the_workspace_grows_with_what_a_program_reads():
     small, large = planned(Pool(2, 256)), planned(Pool(64, 4096))
     assert memory.workspace_bytes(MIXED, small.pools) < memory.workspace_bytes(MIXED, large.pools)
+    plain, wide = (memory.workspace_bytes(MIXED, small.pools, width) for width in (1, 256))
+    assert wide - plain >= 6 * small.pools[0].rows * 255 * MIXED.vocab_size * 4
