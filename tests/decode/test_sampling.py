@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.decode import sampling
-from jaxserve.decode.sampling import REMOVED, choose, choose_each, scores_each
+from jaxserve.decode.sampling import REMOVED, adjusted_each, choose, choose_each, scores_each
 from tests.decode.rows import sampling_rows
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "reference" / "sampling.npz"))
@@ -187,3 +187,17 @@ def test_bits_compare_like_floats(value):
     for other, key in zip(others, keys[1:], strict=True):
         if other != value:  # the two zeros differ in their sign bit
             assert (keys[0] > key) == (value > other)
+
+
+def test_adjusted_scores_are_what_each_position_is_chosen_by():
+    rng = np.random.default_rng(5)
+    logits = jnp.asarray(rng.standard_normal((2, 4, 30)) * 3, jnp.float32)
+    tokens, first = jnp.asarray(rng.integers(0, 30, (2, 12))), jnp.asarray([3, 7])
+    rows = sampling_rows(2, frequency_penalty=[2.0, 0.0], bias_ids=[[-1] * 4, [5, 9, -1, -1]], bias=[3.0, 4.0, 0, 0])
+    adjusted = adjusted_each(logits, rows, tokens, first)
+    assert (np.asarray(adjusted).argmax(-1) == np.asarray(choose_each(logits, rows, tokens, first)[0])).all()
+    moved = np.asarray(logits - adjusted)
+    for place in range(4):  # tokens before a position count, its own and later ones do not
+        counts = np.bincount(np.asarray(tokens)[0, : 3 + place], minlength=30)
+        np.testing.assert_allclose(moved[0, place], 2 * counts, atol=1e-5)
+    np.testing.assert_allclose(moved[1, :, [5, 9]], [[-3.0] * 4, [-4.0] * 4], atol=1e-5)

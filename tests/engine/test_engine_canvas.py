@@ -71,6 +71,17 @@ def test_requests_get_what_transformers_writes_in_any_company(engine: Engine, al
     supports(CASE, "engine")
 
 
+def test_penalties_do_not_tell_of_who_had_a_slot_before(engine: Engine):
+    """They count the text before a canvas and the canvas's likeliest tokens so far, and nothing that lies beyond."""
+    asked = {"frequency_penalty": 1.5, "repetition_penalty": 1.3, "top_k": 40}
+    company = requests(engine, **asked)
+    apart = {request.id: engine.generate([request])[0].tokens for request in company}
+    assert all(list(apart[request.id]) != right(request) for request in company if request.id != "4")
+    for order in range(3):
+        random.Random(order).shuffle(company)
+        assert all(answer.tokens == apart[answer.request.id] for answer in engine.generate(company))
+
+
 def test_a_canvas_is_whole_at_the_end_of_a_slot(engine: Engine):
     """The last canvas of one text reaches beyond the slot's length, and the cache has room for it."""
     (text,) = (one for one in requests(engine) if len(one.prompt) + SIZE * CANVASES > engine.plan.max_length)
