@@ -20,9 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.decode import levenshtein
 from jaxserve.decode.levenshtein import Edited, History, Instructions
 from jaxserve.decode.sampling import SamplingRows, TokenScores, choose, choose_each, scores_each
-from jaxserve.decode.step import DecodeState, Hint, Model, Proposal, Verdict
+from jaxserve.decode.step import DecodeState, Hint, Model, Proposal, Verdict, causal
 from jaxserve.decode.tally import tally
-from jaxserve.decode.unmasking import LEVENSHTEIN, RULES, BlockRows, admissible, due, filled, overwritten
+from jaxserve.decode.unmasking import LEVENSHTEIN, NO_EDITS, RULES, BlockRows, admissible, due, filled, overwritten
 from jaxserve.models.decoding import Decoding
 from jaxserve.pytree import pytree
 
@@ -57,7 +57,9 @@ class BlockDiffusion:
 
     A block's given positions (the prompt's remainder, or what was emitted before a fault) stand at its head; they are
     never masked and never edited. A block is emitted in the pass that makes it final. If that pass changed nothing, it
-    has read the final tokens and commits the block, too; else the next pass does, which finds all of it given.
+    has read the final tokens and commits the block, too; else the next pass does, which finds all of it given. With
+    ``ahead`` that pass reads the next block as well: a pass less for each block. It is twice as wide for every row, so
+    it is made only where at least half of the active rows have a block to commit.
 
     A text ends at its first stop token, or at its limit, once everything up to there is decided and, where tokens are
     edited, a pass has left all of it as it is; the rest of the block is not waited for.
@@ -73,6 +75,7 @@ class BlockDiffusion:
         threshold, edit_threshold, max_post_steps, denoising_steps, penalty, entropy_bound: where a request does not
             say; see ``unmasking.BlockRows``.
         delete_id, insert_id: tokens that Levenshtein's rule carries out; other rules never choose them.
+        ahead: a pass that commits a block may read the next one, too.
         alternatives: most likely tokens reported beside each chosen one, where a row asks.
     """
 
@@ -87,12 +90,13 @@ class BlockDiffusion:
     entropy_bound: float = 0.35
     delete_id: int | None = None
     insert_id: int | None = None
+    ahead: bool = False
     alternatives: int = 20
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """A block."""
-        return (self.block,)
+        """A block, or one that is committed and the next."""
+        return (self.block, 2 * self.block) if self.ahead else (self.block,)
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -132,18 +136,41 @@ class BlockDiffusion:
 
     def propose(self, model: Model, state: DecodeState, rows: SamplingRows) -> Proposal:  # noqa: ARG002
         """The canvas, with what is given in its place."""
-        places = state.length[:, None] + jnp.arange(self.block)
-        known = jnp.take_along_axis(state.tokens, jnp.minimum(places, state.tokens.shape[1] - 1), axis=1)
-        canvas = jnp.where(places < state.known[:, None], known, state.memory.canvas)
-        mask = jnp.ones((*canvas.shape, self.block), bool)
-        return Proposal(canvas, mask, jnp.full_like(state.length, self.block), None)
+        width, positions = self.widths[-1], state.tokens.shape[1]
+        places = state.length[:, None] + jnp.arange(width)
+        known = jnp.take_along_axis(state.tokens, jnp.minimum(places, positions - 1), axis=1)
+        canvas = jnp.tile(state.memory.canvas, width // self.block)
+        canvas = jnp.where(places < state.known[:, None], known, canvas)
+        mask = jnp.broadcast_to(causal(width, self.block), (*canvas.shape, width))
+        past = state.active & self._past(state)
+        # The second half is written behind rows that do not commit, too, where nothing reads it: there must be room.
+        room = jnp.max(jnp.where(state.active, state.length, 0)) + width <= positions
+        wide = past & room & (2 * jnp.sum(past) >= jnp.sum(state.active))
+        return Proposal(canvas, mask, jnp.where(wide, width, self.block), None)
 
     def accept(
         self, logits: Float[Array, "b w v"], proposal: Proposal, state: DecodeState, rows: SamplingRows
     ) -> Verdict:
         """What the pass decides, and whether that makes the block final."""
+        if logits.shape[1] == self.block:
+            return self._judged(logits, proposal.tokens, state, rows)
+        past = self._past(state)
+        behind = jnp.where(past, self.block, 0)
+        logits = jnp.where(past[:, None, None], logits[:, self.block :], logits[:, : self.block])
+        canvas = jnp.where(past[:, None], proposal.tokens[:, self.block :], proposal.tokens[:, : self.block])
+        verdict = self._judged(logits, canvas, dataclasses.replace(state, length=state.length + behind), rows)
+        return dataclasses.replace(verdict, advance=verdict.advance + behind)
+
+    def _past(self, state: DecodeState) -> Bool[Array, " b"]:
+        """Rows whose block is all given: it is to be committed."""
+        return state.known - state.length >= self.block
+
+    def _judged(
+        self, logits: Float[Array, "b w v"], canvas: Int[Array, "b w"], state: DecodeState, rows: SamplingRows
+    ) -> Verdict:
+        """The verdict on one block."""
         memory: BlockMemory = state.memory
-        canvas, w = proposal.tokens, self.block
+        w = self.block
         given = jnp.clip(state.known - state.length, 0, w)
         fixed = jnp.arange(w) < given[:, None]
         whole = given == w
@@ -171,7 +198,7 @@ class BlockDiffusion:
             count=jnp.where(ready, decided.sum(1), 0),  # behind an end that was not waited for masks may be left
             advance=advance,
             scores=self._scores(logits, after.canvas, given, ready, rows),
-            memory=_where(advance > 0, self._anew(len(given), memory.rows), kept),
+            memory=_where((advance > 0) | ready, self._anew(len(given), memory.rows), kept),
             tally=counted,
         )
 
@@ -275,6 +302,7 @@ def strategy_of(decoding: Decoding, alternatives: int) -> BlockDiffusion:
         denoising_steps=decoding.denoising_steps,
         delete_id=decoding.delete_id,
         insert_id=decoding.insert_id,
+        ahead=decoding.edit_threshold >= NO_EDITS,  # a block that settles is committed by the pass that finds it so
         alternatives=alternatives,
     )
 

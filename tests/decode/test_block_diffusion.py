@@ -153,6 +153,25 @@ def test_log_probabilities_are_those_of_the_pass_that_made_the_block_final():
     np.testing.assert_allclose(one.logprobs[: 4 - given], expected, atol=1e-3)
 
 
+def test_a_pass_that_commits_may_read_the_next_block():
+    """The same text, pass by pass and bit by bit, and hardly a pass that only commits."""
+    family, params = sharp("sdar")
+    pairs, filled, _ = decoded("sdar", 4)
+    ahead, _ = fill(family, params, BlockDiffusion(4, MASK, ahead=True, alternatives=2), asked(pairs))
+    for (_, text), one, other in zip(pairs, filled, ahead, strict=True):
+        assert (other.text, other.passes, other.logprobs) == (one.text, one.passes, one.logprobs)
+        assert other.tally | {"passes": 0} == one.tally | {"passes": 0}
+        assert one.tally["passes"] == len(text["passes"]) + 3
+        assert other.tally["passes"] < one.tally["passes"]
+    alone = [dataclasses.replace(one, dispatch=-1) for one in asked(pairs)]
+    alone[1].dispatch = 0
+    found = fill(family, params, BlockDiffusion(4, MASK, ahead=True, alternatives=2), alone)[0][1]
+    assert found.passes == filled[1].passes
+    assert found.tally["passes"] == len(found.passes)
+    again, _ = fill(family, params, BlockDiffusion(4, MASK, ahead=True, alternatives=2), asked(pairs), again=True)
+    assert [(one.text, one.passes) for one in again] == [(one.text, one.passes) for one in filled]
+
+
 # --- what the comparison would show -----------------------------------------------------------------------------------
 
 
@@ -244,6 +263,9 @@ def test_a_text_does_not_depend_on_its_company():
         assert fill(family, params, strategy, alone, steps=7, **rows)[0][chosen] == together[chosen]
     again = fill(family, params, strategy, requests, again=True, **rows)[0]
     assert [(one.text, one.passes) for one in again] == [(one.text, one.passes) for one in together]
+    ahead = fill(family, params, dataclasses.replace(strategy, ahead=True), later, steps=2, **moved)[0]
+    for at, one in zip(order, ahead, strict=True):
+        assert (one.passes, one.logprobs) == (together[at].passes, together[at].logprobs)
     other = fill(family, params, strategy, requests, **(rows | {"seed": rows["seed"] + 1}))[0]
     assert [one.text == now.text for one, now in zip(other, together, strict=True)] == [True, *[False] * 3, True, False]
 
