@@ -39,7 +39,7 @@ constexpr unsigned kFlush = 0x8040 | 0x1f80;  // of the control register: flush 
 
 // --- threads ---------------------------------------------------------------------------------------------------------
 
-// A thread of the pool may have any control register: each numbers' bits must not depend on who computes them.
+// A thread of the pool may have any control register: a number's bits must not depend on who computes it.
 class FlushToZero {
  public:
   FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(kFlush); }

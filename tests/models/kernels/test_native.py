@@ -18,7 +18,7 @@ from jaxserve.models.kernels.native import FORMS, Native, grouped
 there = pytest.mark.skipif(not native.native().forms, reason=f"on this CPU: {native.describe(jnp.float32)}")
 each_form = pytest.mark.parametrize("form", native.native().forms)
 # k of one number, of less than a vector, of whole tiles and behind them; n within and behind a block; up to 16, 32 and
-# more rows of a group, none, and rows that are in none.
+# more rows of a group, more than are multiplied at once, none, and rows that are in none.
 SHAPES = [
     ((1, 1, 1), [1]),
     ((1, 64, 32), [0, 1, 1]),
@@ -28,6 +28,7 @@ SHAPES = [
     ((40, 64, 64), [3, 3, 37]),
     ((40, 96, 64), [0, 0, 40]),
     ((100, 36, 1024), [1, 18, 51, 100]),
+    ((700, 40, 1024), [3, 690]),
     ((9, 32, 96), [0, 0]),
     ((0, 32, 32), [0, 0]),
 ]
