@@ -11,44 +11,21 @@ any of them may change, its cache entries are scratch: a block is committed by a
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.decode import levenshtein
-from jaxserve.decode.levenshtein import Edited, History, Instructions
+from jaxserve.decode.block_memory import BlockMemory, by_rows, ends, moved, with_block
+from jaxserve.decode.levenshtein import Edited, Instructions
 from jaxserve.decode.sampling import SamplingRows, TokenScores, choose, choose_each, scores_each
 from jaxserve.decode.step import DecodeState, Hint, Model, Proposal, Verdict, causal
 from jaxserve.decode.tally import tally
 from jaxserve.decode.unmasking import LEVENSHTEIN, NO_EDITS, RULES, BlockRows, admissible, due, filled, overwritten
 from jaxserve.models.decoding import Decoding
-from jaxserve.pytree import pytree
 
-T = TypeVar("T")
 Banned = tuple[tuple[int, Bool[Array, "b w"]], ...]
-
-
-@pytree
-class BlockMemory:
-    """What is known of each slot's present block.
-
-    Attributes:
-        canvas: its tokens; masks where nothing is decided. Given positions are read from ``DecodeState.tokens``.
-        first: what each token was when it was first decided; -1 where it has not been.
-        step: passes over this block so far.
-        post_steps: of these, passes that found no mask (by Levenshtein's rule, none of the first masks).
-        rows: how each slot decides.
-        history: for Levenshtein's rule, where the model knows it.
-    """
-
-    canvas: Int[Array, "b w"]
-    first: Int[Array, "b w"]
-    step: Int[Array, " b"]
-    post_steps: Int[Array, " b"]
-    rows: BlockRows
-    history: History | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +37,8 @@ class BlockDiffusion:
     has read the final tokens and commits the block, too; else the next pass does, which finds all of it given. With
     ``ahead`` that pass reads the next block as well: a pass less for each block. It is twice as wide for every row, so
     it is made only where at least half of the active rows have a block to commit.
+
+    Where a row edits, its caller's draft stands in each block from the beginning, and is corrected like anything else.
 
     A text ends at its first stop token, or at its limit, once everything up to there is decided and, where tokens are
     edited, a pass has left all of it as it is; the rest of the block is not waited for.
@@ -110,16 +89,16 @@ class BlockDiffusion:
             return None
         return Instructions(self.mask_id, self.delete_id, self.insert_id)
 
-    def memory(self, slots: int, positions: int) -> BlockMemory:  # noqa: ARG002
+    def memory(self, slots: int, positions: int) -> BlockMemory:
         """Nothing decided, in no slot."""
         rows = {
             name: jnp.full(slots, value, jnp.int32 if isinstance(value, int) else jnp.float32)
             for name, value in self._defaults().items()
         }
-        return self._anew(slots, BlockRows(**rows))
+        return self._anew(BlockRows(**rows), jnp.full((slots, positions), -1, jnp.int32))
 
     def hand(self, memory: BlockMemory, slot: Int[Array, ""], hint: Hint) -> BlockMemory:
-        """A new request's settings; what it does not set, or what the model cannot do, is the strategy's."""
+        """A new request's draft and settings; what it does not set, or the model cannot do, is the strategy's."""
         default = self._defaults()
         told = dict(zip(self.settings, hint.settings, strict=True))
         if self.instructions is None:
@@ -129,17 +108,24 @@ class BlockDiffusion:
             row = getattr(memory.rows, name)
             chosen = jnp.where(jnp.isnan(value), default[name], value)
             rows[name] = row.at[slot].set(chosen.astype(row.dtype))
-        here = jnp.arange(len(memory.step)) == slot
-        return _where(
-            here, self._anew(len(here), BlockRows(**rows)), dataclasses.replace(memory, rows=BlockRows(**rows))
-        )
+        given = (jnp.arange(len(hint.draft)) < hint.drafted) & (hint.draft != self.mask_id)
+        if self.instructions is not None:
+            given &= ~self.instructions.among(hint.draft)
+        draft = memory.draft.at[slot].set(jnp.where(given, hint.draft, -1))
+        fresh = self._anew(BlockRows(**rows), draft)
+        kept = dataclasses.replace(memory, rows=fresh.rows, draft=draft)
+        return by_rows(jnp.arange(len(memory.step)) == slot, fresh, kept)
 
     def propose(self, model: Model, state: DecodeState, rows: SamplingRows) -> Proposal:  # noqa: ARG002
         """The canvas, with what is given in its place."""
+        memory: BlockMemory = state.memory
         width, positions = self.widths[-1], state.tokens.shape[1]
         places = state.length[:, None] + jnp.arange(width)
         known = jnp.take_along_axis(state.tokens, jnp.minimum(places, positions - 1), axis=1)
-        canvas = jnp.tile(state.memory.canvas, width // self.block)
+        drafted = self._drafted(memory, rows, places)
+        canvas = jnp.where(drafted >= 0, drafted, self.mask_id)
+        begun = (memory.step > 0)[:, None]
+        canvas = canvas.at[:, : self.block].set(jnp.where(begun, memory.canvas, canvas[:, : self.block]))
         canvas = jnp.where(places < state.known[:, None], known, canvas)
         mask = jnp.broadcast_to(causal(width, self.block), (*canvas.shape, width))
         past = state.active & self._past(state)
@@ -169,36 +155,44 @@ class BlockDiffusion:
         self, logits: Float[Array, "b w v"], canvas: Int[Array, "b w"], state: DecodeState, rows: SamplingRows
     ) -> Verdict:
         """The verdict on one block."""
-        memory: BlockMemory = state.memory
         w = self.block
         given = jnp.clip(state.known - state.length, 0, w)
         fixed = jnp.arange(w) < given[:, None]
         whole = given == w
-        after = self._updated(logits, canvas, fixed, state, rows)
-        ends = _ends(after.canvas, self.mask_id, fixed, state.length, rows, self._settling(memory.rows, canvas))
-        ready = (after.final | ends) & ~whole
+        drafted = jnp.where(fixed, -1, self._drafted(state.memory, rows, state.length[:, None] + jnp.arange(w)))
+        memory = self._begun(state.memory, canvas, drafted)
+        after = self._updated(logits, canvas, fixed, dataclasses.replace(state, memory=memory), rows)
+        ended = ends(after.canvas, self.mask_id, fixed, state.length, rows, self._settling(memory.rows, canvas))
+        ready = (after.final | ended) & ~whole
         advance = jnp.where(whole | (ready & after.final & ~after.changed), w, 0)
         decided = ~fixed & (after.canvas != self.mask_id)
         drafts = (after.first >= 0) & ~fixed & ready[:, None]
         right = drafts & (after.first == after.canvas)
+        predicted = (drafted >= 0) & ready[:, None]
+        confirmed = predicted & (drafted == after.canvas)
         counted = tally(
             len(given),
             drafted=drafts.sum(1),
             accepted=right.sum(1),
             rejected=(drafts & ~right).sum(1),
+            predicted_accepted=confirmed.sum(1),
+            predicted_rejected=(predicted & ~confirmed).sum(1),
             edited=after.edited,
             inserted=after.inserted,
             deleted=after.deleted,
             blocks=ready.astype(jnp.int32),
             post_steps=jnp.where(whole | jnp.any((canvas == self.mask_id) & ~fixed, axis=1), 0, 1),
         )
-        kept = BlockMemory(after.canvas, after.first, memory.step + 1, after.post_steps, memory.rows, after.history)
+        kept = dataclasses.replace(
+            memory, canvas=after.canvas, first=after.first, step=memory.step + 1, post_steps=after.post_steps,
+            history=after.history,
+        )  # fmt: skip
         return Verdict(
-            tokens=_moved(after.canvas, given, self.mask_id),
+            tokens=moved(after.canvas, given, self.mask_id),
             count=jnp.where(ready, decided.sum(1), 0),  # behind an end that was not waited for masks may be left
             advance=advance,
             scores=self._scores(logits, after.canvas, given, ready, rows),
-            memory=_where((advance > 0) | ready, self._anew(len(given), memory.rows), kept),
+            memory=by_rows((advance > 0) | ready, self._anew(memory.rows, memory.draft), kept),
             tally=counted,
         )
 
@@ -214,12 +208,29 @@ class BlockDiffusion:
             "entropy_bound": self.entropy_bound,
         }
 
-    def _anew(self, slots: int, rows: BlockRows) -> BlockMemory:
+    def _anew(self, rows: BlockRows, draft: Int[Array, "b s"]) -> BlockMemory:
         """Blocks of which nothing is decided."""
+        slots = len(draft)
         shape, zeros = (slots, self.block), jnp.zeros(slots, jnp.int32)
         history = None if self.instructions is None else levenshtein.blank(slots, self.block)
         masks, nothing = jnp.full(shape, self.mask_id, jnp.int32), jnp.full(shape, -1, jnp.int32)
-        return BlockMemory(masks, nothing, zeros, jnp.zeros_like(zeros), rows, history)
+        return BlockMemory(masks, nothing, zeros, jnp.zeros_like(zeros), rows, draft, history)
+
+    def _drafted(self, memory: BlockMemory, rows: SamplingRows, places: Int[Array, "b w"]) -> Int[Array, "b w"]:
+        """The caller's draft at some places of the text; -1 where there is none, or where the row would not edit it."""
+        at = places - rows.prompt_length[:, None]
+        there = memory.rows.edits[:, None] & (at >= 0) & (at < memory.draft.shape[1])
+        draft = jnp.take_along_axis(memory.draft, jnp.clip(at, 0, memory.draft.shape[1] - 1), axis=1)
+        return jnp.where(there, draft, -1)
+
+    def _begun(self, memory: BlockMemory, canvas: Int[Array, "b w"], drafted: Int[Array, "b w"]) -> BlockMemory:
+        """The memory of blocks of which some are about to be read for the first time."""
+        new = (memory.step == 0)[:, None]
+        first, history = jnp.where(new, drafted, memory.first), memory.history
+        if history is not None:
+            original = jnp.where(new, canvas == self.mask_id, history.original)
+            history = dataclasses.replace(history, original=original)
+        return dataclasses.replace(memory, first=first, history=history)
 
     def _updated(
         self,
@@ -232,7 +243,7 @@ class BlockDiffusion:
         """The block behind the pass."""
         memory: BlockMemory = state.memory
         places = state.length[:, None] + jnp.arange(self.block)
-        text = _with_block(state.tokens, canvas, state.length)
+        text = with_block(state.tokens, canvas, state.length)
         left = jnp.take_along_axis(text, jnp.maximum(places[:, :1] - 1, 0), axis=1)[:, 0]
         before = jnp.where(state.length > 0, left, -1)
         choice = admissible(logits, memory.rows, canvas, before, self._banned(memory, canvas, fixed))
@@ -253,7 +264,7 @@ class BlockDiffusion:
             memory.rows, self.instructions, memory.history, canvas, memory.first, fixed, token, confidence,
             memory.step, memory.post_steps, resample,
         )  # fmt: skip
-        return _where(memory.rows.rule == LEVENSHTEIN, edited, plain)
+        return by_rows(memory.rows.rule == LEVENSHTEIN, edited, plain)
 
     def _banned(self, memory: BlockMemory, canvas: Int[Array, "b w"], fixed: Bool[Array, "b w"]) -> Banned:
         """What may not be chosen where. A mask never may, but for edits by Levenshtein's rule."""
@@ -286,8 +297,8 @@ class BlockDiffusion:
 
         blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(looked_up))
         scores: TokenScores = jax.lax.cond(jnp.any(ready), looked_up, lambda: blank)
-        moved: TokenScores = jax.tree.map(lambda leaf: _moved(leaf, given, 0), scores)
-        return moved
+        aligned: TokenScores = jax.tree.map(lambda leaf: moved(leaf, given, 0), scores)
+        return aligned
 
 
 def strategy_of(decoding: Decoding, alternatives: int) -> BlockDiffusion:
@@ -340,42 +351,3 @@ def _thresholded(
         inserted=zeros,
         deleted=zeros,
     )
-
-
-def _ends(
-    canvas: Int[Array, "b w"],
-    mask_id: int,
-    fixed: Bool[Array, "b w"],
-    length: Int[Array, " b"],
-    rows: SamplingRows,
-    settling: Int[Array, "b w"],
-) -> Bool[Array, " b"]:
-    """Rows whose text ends in this block, with everything up to there decided, and as it was where that matters."""
-    w = canvas.shape[1]
-    places = jnp.arange(w)
-    decided = fixed | ((canvas != mask_id) & ((settling < 0) | (settling == canvas)))
-    stops = jnp.any(canvas[..., None] == rows.stop_ids[:, None, :], axis=-1) & ~fixed
-    stop = jnp.min(jnp.where(stops, places, w), axis=1)
-    end = jnp.minimum(stop, rows.limit - 1 - length)
-    return (end < w) & jnp.all(decided | (places > end[:, None]), axis=1)
-
-
-def _with_block(tokens: Int[Array, "b s"], canvas: Int[Array, "b w"], at: Int[Array, " b"]) -> Int[Array, "b s"]:
-    """Texts with the present block in its place."""
-    offset = jnp.arange(tokens.shape[1]) - at[:, None]
-    picked = jnp.take_along_axis(canvas, jnp.clip(offset, 0, canvas.shape[1] - 1), axis=1)
-    return jnp.where((offset >= 0) & (offset < canvas.shape[1]), picked, tokens)
-
-
-def _moved(leaf: Array, by: Int[Array, " b"], filler: int) -> Array:
-    """Rows moved to the left, by as much as each has given positions."""
-    source = jnp.arange(leaf.shape[1]) + by[:, None]
-    trailing = (...,) + (None,) * (leaf.ndim - 2)
-    picked = jnp.take_along_axis(leaf, jnp.minimum(source, leaf.shape[1] - 1)[trailing], axis=1)
-    return jnp.where((source < leaf.shape[1])[trailing], picked, jnp.asarray(filler, leaf.dtype))
-
-
-def _where(rows: Bool[Array, " b"], chosen: T, other: T) -> T:
-    """Leaf by leaf, row by row."""
-    picked: T = jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), chosen, other)
-    return picked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,11 +39,14 @@ class Asked:
     tokens: int
     settings: dict[str, float] = dataclasses.field(default_factory=dict)
     dispatch: int = 0
+    draft: list[int] = dataclasses.field(default_factory=list)
 
 
-def hint(strategy: BlockDiffusion, settings: dict[str, float]) -> Hint:
+def hint(strategy: BlockDiffusion, settings: dict[str, float], draft: Sequence[int] = ()) -> Hint:
+    tokens = np.zeros(POSITIONS, np.int32)
+    tokens[: len(draft)] = draft
     values = [settings.get(name, math.nan) for name in strategy.settings]
-    return Hint(jnp.zeros(POSITIONS, jnp.int32), jnp.int32(0), jnp.asarray(values, jnp.float32))
+    return Hint(jnp.asarray(tokens), jnp.int32(len(draft)), jnp.asarray(values, jnp.float32))
 
 
 def settings_of(case: dict[str, Any]) -> dict[str, float]:
@@ -88,7 +92,7 @@ def fill(
             chunk[: len(one.prompt)] = one.prompt
             at = (jnp.int32(slot), jnp.asarray(chunk), jnp.int32(0), jnp.int32(lengths[slot]))
             state = jitted.prefill(graphdef, params, state, *at, block=w if shown is None else shown)
-            state = jitted.hand(state, jnp.int32(slot), hint(strategy, one.settings), strategy=strategy)
+            state = jitted.hand(state, jnp.int32(slot), hint(strategy, one.settings, one.draft), strategy=strategy)
             rest = one.prompt[lengths[slot] :]
             pending[slot, : len(rest)], admit[slot] = rest, True
             if again:

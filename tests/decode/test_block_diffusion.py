@@ -192,7 +192,7 @@ class Faulty(BlockDiffusion):
     def accept(self, logits, proposal, state, rows):
         verdict = super().accept(logits, proposal, state, rows)
         early = (verdict.count > 0) & (state.memory.rows.entropy_bound == NOISY)
-        fresh = dataclasses.replace(self.memory(len(early), 0), rows=state.memory.rows)
+        fresh = self._anew(state.memory.rows, state.memory.draft)
         kept = jax.tree.map(
             lambda a, b: jnp.where(early.reshape(-1, *(1,) * (a.ndim - 1)), a, b), fresh, verdict.memory
         )

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.decode.block_diffusion import BlockDiffusion, _ends, strategy_of
+from jaxserve.decode.block_diffusion import BlockDiffusion, strategy_of
 from jaxserve.decode.step import Strategy
 from jaxserve.decode.unmasking import LEVENSHTEIN, RULES
 from jaxserve.models.cache import Cache
 from jaxserve.models.decoding import Decoding
-from tests.decode.blocks import Asked, fill, hint
-from tests.decode.rows import sampling_rows
+from tests.decode.blocks import POSITIONS, Asked, fill, hint
 from tests.decode.test_levenshtein import DELETE, INSERT, MASK, Block, V, W
-
-POSITIONS = 64
 
 
 class Tables(nnx.Module):
@@ -103,6 +100,92 @@ def test_insertion_and_deletion_through_every_pass(seed):
     assert (total > 20).all()
 
 
+def corrected(logits_of, block, draft, settings):
+    """A block that begins with a draft, by the joint threshold, one position after the other."""
+    given = len(block)
+    canvas = (block + draft + [MASK] * W)[:W]
+    post, passes = 0, []
+    while True:
+        logits = logits_of(canvas).astype(np.float64)
+        logits[:, [MASK, DELETE, INSERT]] = -np.inf
+        shares = np.exp(logits - logits.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        masks = [at for at in range(given, W) if canvas[at] == MASK]
+        fill = [at for at in masks if shares[at].max() > settings["threshold"]]
+        fill = fill or sorted(masks, key=lambda at: -shares[at].max())[:1]
+        post += not masks
+        now = list(canvas)
+        for at in range(given, W):
+            edits = at not in masks and shares[at].max() > settings["edit_threshold"]
+            if at in fill or edits:
+                now[at] = int(shares[at].argmax())
+        passes.append(now)
+        if not masks and (now == canvas or post == settings["max_post_steps"]):
+            return now, passes
+        canvas = now
+
+
+def test_a_draft_is_corrected():
+    """Of each text two thirds are drafted, some with tokens that are no text; who edits nothing does not look at it."""
+    of_token, of_place = tables(6)
+    of_token += 2.0 * np.eye(V, dtype=np.float32)  # most of what stands there is agreed with
+    settings = {"threshold": 0.4, "edit_threshold": 0.35, "max_post_steps": 4}
+    draw = np.random.default_rng(9)
+    asked = [
+        dataclasses.replace(one, settings=settings, draft=draw.integers(0, 6, one.tokens * 2 // 3).tolist())
+        for one in requests(24)
+    ]
+    for one in asked[::3]:
+        one.draft[0:2] = [MASK, INSERT]
+    filled, _ = fill(Toy(), params(of_token, of_place), STRATEGY, asked)
+    agreed = 0
+    for one, found in zip(asked, filled, strict=True):
+        text, passes, right, wrong = list(one.prompt), [], 0, 0
+        while len(text) < len(one.prompt) + one.tokens:
+            start = len(text) // W * W
+            at = len(text) - len(one.prompt)
+            draft = one.draft[at : at + start + W - len(text)]
+            draft = [MASK if token in (MASK, DELETE, INSERT) else token for token in draft]
+
+            def logits_of(canvas, start=start):
+                return of_token[canvas] + of_place[start : start + W]
+
+            block, seen = corrected(logits_of, text[start:], draft, settings)
+            pairs = [(was, now) for was, now in zip(draft, block[len(text) - start :], strict=False) if was != MASK]
+            right, wrong = right + sum(a == b for a, b in pairs), wrong + sum(a != b for a, b in pairs)
+            text, passes = text[:start] + block, passes + seen
+        assert (found.text, found.passes) == (text[len(one.prompt) :], passes)
+        count = found.tally
+        assert (count["predicted_accepted"], count["predicted_rejected"]) == (right, wrong)
+        assert count["drafted"] == count["accepted"] + count["rejected"] == len(found.text)
+        agreed += right
+    assert agreed > 50
+    assert sum(one.tally["predicted_rejected"] for one in filled) > 50
+    plain = [dataclasses.replace(one, settings=settings | {"edit_threshold": 1.0}) for one in asked]
+    bare = [dataclasses.replace(one, draft=[]) for one in plain]
+    ignored, without = (fill(Toy(), params(of_token, of_place), STRATEGY, some)[0] for some in (plain, bare))
+    assert ignored == without
+
+
+def test_a_draft_may_be_cut_and_stretched():
+    """Levenshtein's rule on drafts, against the loop by hand: what is drafted was never a mask."""
+    of_token, of_place = tables(7, delete=0.8, insert=0.8)
+    draw = np.random.default_rng(10)
+    asked = [dataclasses.replace(one, tokens=W - len(one.prompt) % W) for one in requests(24)]
+    asked = [dataclasses.replace(one, draft=draw.integers(0, 6, one.tokens).tolist()) for one in asked]
+    filled, _ = fill(Toy(), params(of_token, of_place), STRATEGY, asked)
+    events = np.zeros(3, int)
+    for one, found in zip(asked, filled, strict=True):
+        start = len(one.prompt) // W * W
+        block = Block(one.prompt[start:], EDITS["threshold"], EDITS["edit_threshold"], EDITS["max_post_steps"])
+        block.canvas, block.original = one.prompt[start:] + one.draft, [False] * W
+        while not block.final:
+            block.read(of_token[block.canvas] + of_place[start : start + W])
+        assert found.text == block.canvas[block.given :]
+        events += block.events
+    assert (events > 10).all()
+
+
 def test_other_rules_never_say_an_instruction():
     asked = [dataclasses.replace(one, settings=EDITS | {"rule": rule}) for rule, one in enumerate(requests(5))]
     asked += requests(24)[5:]
@@ -139,19 +222,6 @@ def test_a_text_ends_at_its_limit():
         assert one.text == other.text[:5]
         assert len(one.passes) == 5  # the rest of the block is not waited for
         assert one.tally["wasted"] == 0
-
-
-def test_where_a_block_is_left_early():
-    canvas = jnp.asarray([[1, 9, 3, 8, MASK]] * 5)
-    fixed = jnp.zeros_like(canvas, bool).at[:, 0].set(True)
-    stop_ids = [[8, -1, -1], [8, -1, -1], [1, -1, -1], [8, -1, -1], [-1] * 3]
-    rows, length = sampling_rows(5, stop_ids=stop_ids, limit=[99, 99, 99, 99, 104]), jnp.asarray([0, 0, 0, 0, 100])
-    settling = jnp.full_like(canvas, -1).at[1].set(canvas[1]).at[3].set(jnp.asarray([1, 2, 3, 8, MASK]))
-    ends = _ends(canvas, MASK, fixed, length, rows, settling)
-    # A stop token; one that a pass has confirmed; one that is given only; one behind a token just edited; the limit.
-    assert ends.tolist() == [True, True, False, False, True]
-    masked = canvas.at[:, 2].set(MASK)
-    assert not _ends(masked, MASK, fixed, length, rows, jnp.full_like(canvas, -1)).any()
 
 
 def test_what_a_request_may_set():

@@ -1,0 +1,81 @@
+"""What is remembered of each slot's block, and what is asked of a block whatever its rule.
+
+Knows positions of a block and of a text. Knows no model and no rule.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxserve.decode.levenshtein import History
+from jaxserve.decode.sampling import SamplingRows
+from jaxserve.decode.unmasking import BlockRows
+from jaxserve.pytree import pytree
+
+T = TypeVar("T")
+
+
+@pytree
+class BlockMemory:
+    """What is known of each slot's present block.
+
+    Attributes:
+        canvas: its tokens; masks where nothing is decided. Given positions are read from ``DecodeState.tokens``.
+        first: what each token was when it was first decided; -1 where it has not been.
+        step: passes over this block so far.
+        post_steps: of these, passes that found no mask (by Levenshtein's rule, none of the first masks).
+        rows: how each slot decides.
+        draft: the caller's guess at the output; -1 where there is none.
+        history: for Levenshtein's rule, where the model knows it.
+    """
+
+    canvas: Int[Array, "b w"]
+    first: Int[Array, "b w"]
+    step: Int[Array, " b"]
+    post_steps: Int[Array, " b"]
+    rows: BlockRows
+    draft: Int[Array, "b s"]
+    history: History | None
+
+
+def ends(
+    canvas: Int[Array, "b w"],
+    mask_id: int,
+    fixed: Bool[Array, "b w"],
+    length: Int[Array, " b"],
+    rows: SamplingRows,
+    settling: Int[Array, "b w"],
+) -> Bool[Array, " b"]:
+    """Rows whose text ends in this block, with everything up to there decided, and as it was where that matters."""
+    w = canvas.shape[1]
+    places = jnp.arange(w)
+    decided = fixed | ((canvas != mask_id) & ((settling < 0) | (settling == canvas)))
+    stops = jnp.any(canvas[..., None] == rows.stop_ids[:, None, :], axis=-1) & ~fixed
+    stop = jnp.min(jnp.where(stops, places, w), axis=1)
+    end = jnp.minimum(stop, rows.limit - 1 - length)
+    return (end < w) & jnp.all(decided | (places > end[:, None]), axis=1)
+
+
+def with_block(tokens: Int[Array, "b s"], canvas: Int[Array, "b w"], at: Int[Array, " b"]) -> Int[Array, "b s"]:
+    """Texts with the present block in its place."""
+    offset = jnp.arange(tokens.shape[1]) - at[:, None]
+    picked = jnp.take_along_axis(canvas, jnp.clip(offset, 0, canvas.shape[1] - 1), axis=1)
+    return jnp.where((offset >= 0) & (offset < canvas.shape[1]), picked, tokens)
+
+
+def moved(leaf: Array, by: Int[Array, " b"], filler: int) -> Array:
+    """Rows moved to the left, by as much as each has given positions."""
+    source = jnp.arange(leaf.shape[1]) + by[:, None]
+    trailing = (...,) + (None,) * (leaf.ndim - 2)
+    picked = jnp.take_along_axis(leaf, jnp.minimum(source, leaf.shape[1] - 1)[trailing], axis=1)
+    return jnp.where((source < leaf.shape[1])[trailing], picked, jnp.asarray(filler, leaf.dtype))
+
+
+def by_rows(rows: Bool[Array, " b"], chosen: T, other: T) -> T:
+    """Leaf by leaf, row by row."""
+    picked: T = jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), chosen, other)
+    return picked
