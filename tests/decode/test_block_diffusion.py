@@ -17,6 +17,7 @@ from jaxserve.decode import jitted
 from jaxserve.decode.block_diffusion import BlockDiffusion
 from jaxserve.decode.step import causal, empty_state
 from jaxserve.decode.unmasking import RULES
+from jaxserve.models.family import family_of
 from tests.decode.blocks import CHUNK, POSITIONS, Asked, fill, settings_of
 from tests.models import tiny_checkpoints as tiny
 
@@ -136,6 +137,37 @@ def test_what_editing_committed_is_what_reading_the_text_keeps():
     for ours, theirs in zip(jax.tree.leaves(state.cache), jax.tree.leaves(again.cache), strict=True):
         for slot, length in enumerate(np.minimum(lengths, CHUNK)):
             np.testing.assert_allclose(ours[slot, :, :length], theirs[slot, :, :length], atol=1e-4)
+
+
+def test_pools_of_experts_are_those_of_whole_blocks():
+    """Read in padded chunks and by a pass over the last block, as in the pass over the whole text."""
+    config = tiny.config("llada2_moe") | {"expert_capacity": 5, "block_size": 8, "mask_token_id": MASK}
+    family = family_of(config)
+    params = tiny.params(family, tiny.tensors("llada2_moe"))
+    text = texts("llada2_moe", 8)[0][1]
+    line = np.asarray((text["prompt"] + text["text"] * 2)[:48], np.int32)
+    state = empty_state(family.empty_cache(2, POSITIONS, jnp.float32), BlockDiffusion(8, MASK))
+    for start, count in ((0, 24), (24, 16)):
+        chunk = np.full(CHUNK, 3, np.int32)
+        chunk[:count] = line[start : start + count]
+        at = (jnp.int32(1), jnp.asarray(chunk), jnp.int32(start), jnp.int32(count))
+        state = jitted.prefill(family.graphdef(jnp.float32), params, state, *at, block=8)
+
+    free = family_of(config | {"expert_capacity": 16})
+
+    @jax.jit
+    def three(params, cache, line):
+        model, other = (nnx.merge(one.graphdef(jnp.float32), params) for one in (family, free))
+        whole, _ = model(line[None], jnp.zeros(1, jnp.int32), causal(48, 8)[None])
+        unpooled, _ = other(line[None], jnp.zeros(1, jnp.int32), causal(48, 8)[None])
+        last = jnp.stack([jnp.zeros(8, jnp.int32), line[40:]])
+        real = jnp.asarray([[False] * 8, [True] * 8])
+        block, _ = model(last, jnp.asarray([0, 40]), jnp.ones((2, 8, 8), bool), cache, real=real)
+        return model.logits(whole)[0, 40:], model.logits(unpooled)[0, 40:], model.logits(block)[1]
+
+    whole, unpooled, block = three(params, state.cache, jnp.asarray(line))
+    np.testing.assert_allclose(block, whole, atol=1e-4)
+    assert np.abs(np.asarray(unpooled - whole)).max() > 0.05
 
 
 def test_log_probabilities_are_those_of_the_pass_that_made_the_block_final():
