@@ -13,6 +13,7 @@ Every slot stands at a pass of its own: in one pass some rows read text and othe
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ _RECOMMENDED = {
     "certain_entropy": "confidence_threshold",
 }
 _LARGEST = 1e6
+AT_A_TIME = 32  # positions whose scores are worked on
 _RANDOM = 1  # folded into the keys of random tokens: drawn ones have the keys themselves
 
 
@@ -204,28 +206,50 @@ class CanvasDiffusion:
     ) -> tuple[CanvasMemory, Float[Array, " b"]]:
         """What is known of each canvas behind the pass, and its mean entropy."""
         memory: CanvasMemory = state.memory
-        heat = _heat(memory.rows, memory.step)
-        scale = jnp.maximum(heat * jnp.where(rows.temperature > 0, rows.temperature, 1.0), COLDEST)
-        text = _with_canvas(state.tokens, memory.best, state.length)
-        warm = dataclasses.replace(rows, temperature=rows.temperature * heat)
-        drawn, _, _ = choose_each(logits, warm, text, state.length, memory.step)
-        scores = adjusted_each(logits, rows, text, state.length) / scale[:, None, None]
-        best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-        shares = jax.nn.softmax(scores, axis=-1)
-        normal = jax.nn.logsumexp(scores, axis=-1)
-        entropy = normal - jnp.sum(shares * scores, axis=-1)
+        drawn, best, entropy, soft = self._judged(logits, proposal, state, rows)
         step = memory.step + 1
         chance = self._random_tokens(rows.seed, state.length, step)
         after = CanvasMemory(
             canvas=jnp.where(accepted(entropy, memory.rows.entropy_bound), drawn, chance),
             best=best,
             first=jnp.where(memory.step[:, None] == 0, best, memory.first),
-            soft=proposal.memory(shares).astype(memory.soft.dtype),
+            soft=soft.astype(memory.soft.dtype),
             step=step,
             stable=jnp.where(jnp.all(best == memory.best, axis=1), memory.stable + 1, 0),
             rows=memory.rows,
         )
         return after, jnp.mean(entropy, axis=1)
+
+    def _judged(
+        self, logits: Float[Array, "b w v"], proposal: Proposal, state: DecodeState, rows: SamplingRows
+    ) -> tuple[Int[Array, "b w"], Int[Array, "b w"], Float[Array, "b w"], Float[Array, "b w d"]]:
+        """For each position a drawn token, the most likely one, the entropy, and the embedding of all of it.
+
+        Some positions at a time: it takes six copies of their scores.
+        """
+        memory: CanvasMemory = state.memory
+        part = self.size if self.size <= AT_A_TIME else math.gcd(self.size, AT_A_TIME)
+        heat = _heat(memory.rows, memory.step)
+        scale = jnp.maximum(heat * jnp.where(rows.temperature > 0, rows.temperature, 1.0), COLDEST)
+        text = _with_canvas(state.tokens, memory.best, state.length)
+        warm = dataclasses.replace(rows, temperature=rows.temperature * heat)
+
+        def judged(at: Int[Array, ""]) -> tuple[Array, Array, Array, Array]:
+            some = jax.lax.dynamic_slice_in_dim(logits, at, part, axis=1)
+            drawn, _, _ = choose_each(some, warm, text, state.length + at, memory.step)
+            scores = adjusted_each(some, rows, text, state.length + at) / scale[:, None, None]
+            shares = jax.nn.softmax(scores, axis=-1)
+            entropy = jax.nn.logsumexp(scores, axis=-1) - jnp.sum(shares * scores, axis=-1)
+            best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+            return drawn, best, entropy, shares.astype(memory.soft.dtype)
+
+        if part == self.size:
+            drawn, best, entropy, shares = judged(jnp.int32(0))
+            return drawn, best, entropy, proposal.memory(shares)
+        *found, shares = jax.lax.map(judged, jnp.arange(0, self.size, part, dtype=jnp.int32))
+        # Their product reads all embeddings, so it is one.
+        drawn, best, entropy, soft = map(_joined, (*found, proposal.memory(shares)))
+        return drawn, best, entropy, soft
 
     def _random_tokens(
         self, seed: UInt32[Array, "b 2"], first: Int[Array, " b"], step: Int[Array, " b"]
@@ -328,6 +352,12 @@ def _heat(rows: CanvasRows, step: Int[Array, " b"]) -> Float[Array, " b"]:
     """Temperature of the rows' ``step``-th pass."""
     left = (rows.denoising_steps - step) / jnp.maximum(rows.denoising_steps, 1)
     return rows.coldest + (rows.hottest - rows.coldest) * left.astype(jnp.float32)
+
+
+def _joined(parts: Array) -> Array:
+    """Of ``[n, b, w, ...]``, parts of rows, the rows."""
+    n, b, w, *rest = parts.shape
+    return jnp.moveaxis(parts, 0, 1).reshape(b, n * w, *rest)
 
 
 def _with_canvas(tokens: Int[Array, "b s"], canvas: Int[Array, "b w"], at: Int[Array, " b"]) -> Int[Array, "b s"]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.config import Pool
+from jaxserve.decode import canvas
 from jaxserve.decode.canvas import strategy_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.jax_device import JaxDevice
@@ -32,7 +33,9 @@ def engine() -> Engine:
     plan = dataclasses.replace(plan, widths=strategy.widths, hands=True)
     programs = Programs(plan, family, family.graphdef(jnp.float32), params, strategy)
     engine = Engine(JaxDevice(programs), Policy(4, 256, 60.0, 600.0, 0.0))
-    engine.warm_up()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(canvas, "AT_A_TIME", 4)  # as a canvas of 256 is worked on, in parts
+        engine.warm_up()
     return engine
 
 
