@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.axes import ONE_DEVICE, MeshShape
 from jaxserve.config import EngineConfig, Pool
-from jaxserve.decode.autoregressive import Autoregressive
+from jaxserve.decode.strategies import facts, strategy_of
 from jaxserve.engine.device import Admission, Progress
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.jax_device import JaxDevice
@@ -78,9 +78,10 @@ def tiny_plan(
 ) -> Plan:
     """A plan for a tiny model in float32."""
     config, devices = EngineConfig(pools=pools, **settings), mesh.devices
-    return make_plan(
+    plan = make_plan(
         family.shape, config, dtype="float32", dtype_bytes=4, memory_limit=2**32, mesh=mesh, devices=devices
     )
+    return dataclasses.replace(plan, **facts(strategy_of(family, jnp.float32, plan.max_logprobs), family))
 
 
 def tiny_engine(
@@ -100,7 +101,8 @@ def tiny_engine(
     devices = None if mesh.devices == 1 else make_mesh(mesh.expert, mesh.tensor)
     params = random_params(family, seed, mesh=devices)
     graphdef: nnx.GraphDef[Any] = family.graphdef(jnp.float32)
-    programs = Programs(plan, family, graphdef, params, Autoregressive(plan.max_logprobs), devices)
+    strategy = strategy_of(family, jnp.float32, plan.max_logprobs)
+    programs = Programs(plan, family, graphdef, params, strategy, devices)
     slots = sum(pool.slots for pool in plan.pools)
     engine = Engine(JaxDevice(programs), policy or Policy(slots, 256, 60.0, 600.0, 0.0), eos=eos, metrics=metrics)
     engine.warm_up()
@@ -153,10 +155,17 @@ def hash_tokens(request: Request, seed: int, vocab_size: int, stop_ids: Sequence
 
 @dataclasses.dataclass(slots=True)
 class HashSlot:
-    """What stands in a slot. ``dirty``: a non-finite number, until it is scrubbed."""
+    """What stands in a slot.
+
+    Attributes:
+        entries: of every position, as attention keeps them.
+        state: that of the last position alone, as a recurrent layer keeps it.
+        dirty: a non-finite number, until it is scrubbed.
+    """
 
     tokens: list[int]
     entries: list[int]
+    state: int = 0
     length: int = 0
     known: int = 0
     active: bool = False
@@ -192,7 +201,7 @@ class HashDevice:
     comes out. It shares nothing with a real device but the promise.
 
     Args:
-        fault: given ``prefill``, ``run`` or ``scrub`` and the texts in it, may return what the device throws.
+        fault: given ``prefill``, ``fork`` or ``run`` and the texts in it, may return what the device throws.
         finite: given a text, whether its numbers are.
 
     Attributes:
@@ -231,9 +240,18 @@ class HashDevice:
         held.tokens[chunk.start : chunk.start + chunk.bucket] = padded
         for at in range(chunk.start, chunk.start + chunk.bucket):
             held.entries[at] = hash_entry(held.entries[at - 1] if at else 0, held.tokens[at])
+        for at in range(chunk.start, chunk.start + chunk.count):
+            held.state = hash_entry(held.state if at else 0, held.tokens[at])
         held.length = held.known = chunk.start + chunk.count
         held.active = False
         self._happen("prefill", [held.tokens[: held.known]])
+
+    def fork(self, pool: int, source: int, target: int) -> None:
+        """Copies a slot as it stands."""
+        held = self.pools[pool][source]
+        tokens, entries = list(held.tokens), list(held.entries)
+        self.pools[pool][target] = dataclasses.replace(held, tokens=tokens, entries=entries, active=False)
+        self._happen("fork", [tokens[: held.known]])
 
     def admit(self, pool: int, slot: int, admission: Admission) -> None:
         """Only one pending token is handed over; what else is known must stand there."""
@@ -279,10 +297,12 @@ class HashDevice:
                 return Emitted(tuple(new), (), finite=False)
             at = held.length
             held.entries[at] = hash_entry(held.entries[at - 1] if at else 0, held.tokens[at])
+            held.state = hash_entry(held.state if at else 0, held.tokens[at])
             held.length += 1
             if held.known > held.length:
                 continue
-            token = hash_token(held.entries[at], held.seed, self.plan.model.vocab_size)
+            entry = held.entries[at]
+            token = hash_token(entry if entry == held.state else ~entry, held.seed, self.plan.model.vocab_size)
             new.append(token)
             if held.known < held.limit - 1 and token not in held.stop_ids:
                 held.tokens[held.known] = token

@@ -10,21 +10,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.decode.sampling import TokenScores
-from jaxserve.decode.step import Model
+from jaxserve.decode.step import Model, causal
 
 POSITIONS = 64  # positions whose logits exist at the same time: the whole matrix of a long text would not fit
 
 
-def hidden_states(model: Model, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-    """Final hidden states of every position under a causal mask."""
+def hidden_states(model: Model, tokens: Int[Array, "b t"], block: int = 1) -> Float[Array, "b t d"]:
+    """Final hidden states of every position, which sees those before it and the others of its block."""
     b, t = tokens.shape
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (b, t, t))
+    mask = jnp.broadcast_to(causal(t, block), (b, t, t))
     return model(tokens, jnp.zeros(b, jnp.int32), mask)[0]
 
 
-def logits(model: Model, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
+def logits(model: Model, tokens: Int[Array, "b t"], block: int = 1) -> Float[Array, "b t v"]:
     """Scores of every token at every position."""
-    return model.logits(hidden_states(model, tokens))
+    return model.logits(hidden_states(model, tokens, block))
 
 
 def score(model: Model, tokens: Int[Array, "b t"], alternatives: int = 0) -> TokenScores:

@@ -3,29 +3,44 @@
 Goldens come from the training-side pass in float32; the engine must give the same greedy tokens through prefill,
 cache and step, in the dtype it serves in. Each golden ends before the first token whose lead over the next one is so
 small that another dtype or device might rightly decide otherwise.
+
+Where tokens are decided together, goldens are decided so that each has a lead of its own and no threshold plays a part:
+masks of a block one by one from the left, a canvas by its first pass. Requests of the self-test ask for the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxserve.checkpoint import Progress
 from jaxserve.checkpoint.restore import restore
 from jaxserve.checkpoint.side_files import CONFIG, GOLDENS
-from jaxserve.decode import jitted
+from jaxserve.config import EngineConfig, Pool
+from jaxserve.decode.score import logits
+from jaxserve.decode.strategies import facts, strategy_of
+from jaxserve.decode.unmasking import SEQUENTIAL
 from jaxserve.engine.canary import Canary
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.jax_device import JaxDevice
+from jaxserve.engine.programs import Programs
 from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.engine.scheduler import Policy
 from jaxserve.errors import CheckpointError, DeviceFault, SelfTestFailed
-from jaxserve.models.family import family_of
+from jaxserve.models.decoding import Decoding
+from jaxserve.models.family import Family, family_of
 from jaxserve.models.weights import abstract, params_of
+from jaxserve.plan import draft_plan
 from jaxserve.text.folder import read_json
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -37,6 +52,8 @@ PROMPTS = (
 )
 PROMPT_TOKENS = 48  # a tokenizer that knows no words makes long prompts; the rest is left away
 NEW_TOKENS = 16
+SEED = 0
+PATIENT = Policy(2, len(PROMPTS), math.inf, math.inf, 0.0)
 LEADS = (0.5, 0.25, 0.1)  # in nats; the first that leaves enough tokens, else the last one
 ENOUGH = 12
 
@@ -48,18 +65,32 @@ def goldens(folder: Path) -> dict[str, Any]:
     graphdef = family.graphdef(jnp.float32)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     room = min(PROMPT_TOKENS + NEW_TOKENS, family.config.max_positions)
-    runs = []
-    for text in PROMPTS:
-        prompt = tokenizer.encode(text)[: room - NEW_TOKENS]
-        runs.append((prompt, *_greedy(lambda ids: jitted.logits(graphdef, params, ids), prompt, room)))
+    prompts = [tokenizer.encode(text)[: room - NEW_TOKENS] or [0] for text in PROMPTS]
+    if family.decoding is not None and family.decoding.kind == "canvas":
+        runs = _first_passes(family, graphdef, params, prompts)
+    else:
+        block = 1 if family.decoding is None else family.decoding.block
+        room = max(1, room // block) * block
+        forward = jax.jit(lambda params, tokens: logits(nnx.merge(graphdef, params), tokens, block))
+        runs = [(prompt, *_greedy(partial(forward, params), prompt, room, family.decoding)) for prompt in prompts]
     cuts = {lead: [(prompt, tokens[: _first_below(leads, lead)]) for prompt, tokens, leads in runs] for lead in LEADS}
     enough = (lead for lead, cut in cuts.items() if sum(len(tokens) for _, tokens in cut) >= ENOUGH)
     least = next(enough, LEADS[-1])
     return {
         "pass": "whole sequence, float32",
+        "settings": one_by_one(family.decoding),
         "least_lead": least,
         "prompts": [{"prompt": prompt, "tokens": tokens} for prompt, tokens in cuts[least] if tokens],
     }
+
+
+def one_by_one(decoding: Decoding | None) -> dict[str, float]:
+    """Settings by which no token of a text hangs on another one's threshold; see ``unmasking`` and ``canvas``."""
+    if decoding is None:
+        return {}
+    if decoding.kind == "canvas":
+        return {"denoising_steps": 1}
+    return {"rule": SEQUENTIAL, "denoising_steps": decoding.block, "max_post_steps": 0, "penalty": 0}
 
 
 def self_test(engine: Engine, folder: Path, progress: Progress) -> None:
@@ -70,7 +101,8 @@ def self_test(engine: Engine, folder: Path, progress: Progress) -> None:
         CheckpointError: nothing is stored, or nothing that fits into a pool.
     """
     try:
-        stored = json.loads((folder / GOLDENS).read_text(encoding="utf-8"))["prompts"]
+        whole = json.loads((folder / GOLDENS).read_text(encoding="utf-8"))
+        stored, settings = whole["prompts"], tuple(whole.get("settings", {}).items())
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / GOLDENS} holds no goldens: {error}") from error
     limits = engine.limits
@@ -88,7 +120,8 @@ def self_test(engine: Engine, folder: Path, progress: Progress) -> None:
         Request(
             f"golden-{index}",
             tuple(one["prompt"]),
-            SamplingParams(max_tokens=len(one["tokens"]), temperature=0.0, ignore_eos=True),
+            SamplingParams(max_tokens=len(one["tokens"]), temperature=0.0, ignore_eos=True, seed=SEED),
+            settings=settings,
         )
         for index, one in enumerate(fitting)
     ]
@@ -107,17 +140,48 @@ def self_test(engine: Engine, folder: Path, progress: Progress) -> None:
     progress("selftest", len(fitting), len(fitting))
 
 
-def _greedy(logits: Callable[[jax.Array], jax.Array], prompt: list[int], room: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens and the lead of each, one padded program for all; padding behind a token changes nothing."""
+def _greedy(
+    logits: Callable[[jax.Array], jax.Array], prompt: list[int], room: int, decoding: Decoding | None = None
+) -> tuple[list[int], list[float]]:
+    """Greedy tokens and the lead of each, one padded program for all; padding behind a token changes nothing.
+
+    Where masks are filled a token's scores are those of its own place, with masks up to the end of its block.
+    """
     ids, leads = list(prompt), []
+    never = () if decoding is None else (decoding.mask_id, decoding.delete_id, decoding.insert_id)
     for _ in range(min(NEW_TOKENS, room - len(prompt))):
-        padded = np.zeros((1, room), np.int32)
+        padded = np.full((1, room), 0 if decoding is None else decoding.mask_id, np.int32)
         padded[0, : len(ids)] = ids
-        row = np.asarray(logits(jnp.asarray(padded)))[0, len(ids) - 1]
+        row = np.array(logits(jnp.asarray(padded)))[0, len(ids) - (decoding is None)]
+        row[[token for token in never if token is not None]] = -np.inf
         second, first = np.partition(row, -2)[-2:]
         leads.append(float(first - second))
         ids.append(int(row.argmax()))
     return ids[len(prompt) :], leads
+
+
+def _first_passes(
+    family: Family, graphdef: nnx.GraphDef[Any], params: dict[Any, Any], prompts: list[list[int]]
+) -> list[tuple[list[int], list[int], list[float]]]:
+    """Prompts with the tokens and leads of a canvas's first pass, by an engine of its own in float32."""
+    length = max(map(len, prompts)) + NEW_TOKENS
+    config = EngineConfig(pools=(Pool(2, length),), max_logprobs=2)
+    drafted = draft_plan(family.shape, config, dtype="float32", dtype_bytes=4, memory_limit=0)
+    strategy = strategy_of(family, jnp.float32, drafted.max_logprobs)
+    planned = dataclasses.replace(drafted, **facts(strategy, family))
+    device = JaxDevice(Programs(planned, family, graphdef, params, strategy))
+    engine = Engine(device, PATIENT)
+    engine.warm_up()
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, seed=SEED, logprobs=2)
+    settings = tuple(one_by_one(family.decoding).items())
+    answers = engine.generate(
+        [Request(f"golden-{i}", tuple(prompt), sampling, settings=settings) for i, prompt in enumerate(prompts)]
+    )
+    device.compile_watch.close()
+    return [
+        (list(one.request.prompt), list(one.tokens), [scores.top[0][1] - scores.top[1][1] for scores in one.logprobs])
+        for one in answers
+    ]
 
 
 def _first_below(leads: list[float], least: float) -> int:

@@ -19,7 +19,8 @@ from jaxserve.checkpoint.manifest import Manifest
 from jaxserve.checkpoint.restore import restore
 from jaxserve.checkpoint.side_files import GENERATION_CONFIG
 from jaxserve.config import Config
-from jaxserve.decode.autoregressive import Autoregressive
+from jaxserve.decode.step import Strategy
+from jaxserve.decode.strategies import strategy_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.jax_device import JaxDevice
 from jaxserve.engine.programs import Programs
@@ -46,6 +47,7 @@ class LoadedModel:
         id: the name it is served under.
         folder: its version's folder.
         family, graphdef, params: what the jitted functions of ``decode.jitted`` take.
+        strategy: how it is decoded.
         mesh: the devices that share the model, under which such a function is called; ``None`` is one device.
         eos: tokens that end an answer.
         defaults: sampling parameters of a request that names none, from ``generation_config.json``.
@@ -60,6 +62,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     plan: Plan
+    strategy: Strategy
     engine: Engine
     eos: tuple[int, ...]
     defaults: SamplingParams
@@ -89,7 +92,8 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
     generation = read_json(folder / GENERATION_CONFIG)
     eos = end_tokens(tokenizer.eos_ids, generation, hf)
     graphdef = family.graphdef(jnp.dtype(planned.dtype), routing_of(planned))
-    programs = Programs(planned, family, graphdef, params, Autoregressive(planned.max_logprobs), mesh)
+    strategy = strategy_of(family, planned.dtype, planned.max_logprobs, generation)
+    programs = Programs(planned, family, graphdef, params, strategy, mesh)
     engine = Engine(JaxDevice(programs), _policy(config, planned), eos=eos)
     engine.warm_up(progress)
     self_test(engine, folder, progress)
@@ -103,6 +107,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
         tokenizer=tokenizer,
         chat_template=ChatTemplate.load(folder),
         plan=planned,
+        strategy=strategy,
         engine=engine,
         eos=eos,
         defaults=_defaults(generation),

@@ -19,7 +19,7 @@ from jaxserve.checkpoint import Progress, silent
 from jaxserve.checkpoint.side_files import CONFIG
 from jaxserve.checkpoint.store import Store
 from jaxserve.config import Config
-from jaxserve.decode.autoregressive import Autoregressive
+from jaxserve.decode.strategies import facts, strategy_of
 from jaxserve.engine.programs import Programs
 from jaxserve.errors import CheckpointError, PlanError
 from jaxserve.launch.device import this_machine
@@ -94,7 +94,8 @@ def draft(config: Config, family: Family, there: Hardware) -> Plan:
         devices=there.devices,
         exchange=config.mesh.exchange_tokens,
     )
-    return dataclasses.replace(drafted, multiplies=multiplies(drafted, there.platform))
+    decoded = facts(strategy_of(family, drafted.dtype, drafted.max_logprobs), family)
+    return dataclasses.replace(drafted, multiplies=multiplies(drafted, there.platform), **decoded)
 
 
 def multiplies(planned: Plan, platform: str) -> str | None:
@@ -150,7 +151,7 @@ def abstract_programs(planned: Plan, family: Family) -> Programs:
     mesh = mesh_of(planned)
     dtype = jnp.dtype(planned.dtype)
     params = params_of(abstract(family.rules, dtype, mesh))
-    strategy = Autoregressive(planned.max_logprobs)
+    strategy = strategy_of(family, dtype, planned.max_logprobs)
     return Programs(planned, family, family.graphdef(dtype, routing_of(planned)), params, strategy, mesh)
 
 

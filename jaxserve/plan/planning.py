@@ -42,6 +42,7 @@ class Plan:
         devices: how many there are.
         widths: tokens that a decoding pass may read in each row, ascending.
         hands: requests bring something along for the decoding strategy.
+        decodes: the strategy in a word, as metrics have it.
         compiled_workspace: what the compiler says that its hungriest program needs; ``None`` before it was asked.
         expert_product, exchange: the settings ``engine.expert_product`` and ``mesh.exchange_tokens``.
         native_kernels: whether ``engine.native_kernels`` allows them.
@@ -64,6 +65,7 @@ class Plan:
     devices: int = 1
     widths: tuple[int, ...] = (1,)
     hands: bool = False
+    decodes: str = "autoregressive"
     compiled_workspace: int | None = None
     expert_product: str = "auto"
     exchange: int | Literal["auto"] | None = "auto"
@@ -88,6 +90,8 @@ class Plan:
             yield Program("run", index)
             if self.hands:
                 yield Program("hand", index)
+            if pool.slots > 1:
+                yield Program("fork", index)
             yield Program("scrub", index)
 
         return tuple(program for index, pool in enumerate(self.pools) for program in of_pool(index, pool))

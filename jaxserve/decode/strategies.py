@@ -1,0 +1,52 @@
+"""Which strategy a family is decoded by, and what a plan has to know of it.
+
+Knows every strategy, so that nobody else has to: whoever serves or plans a model asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from jaxserve.decode import block_diffusion, canvas
+from jaxserve.decode.autoregressive import Autoregressive
+from jaxserve.decode.step import Strategy
+from jaxserve.models.family import Family
+
+
+def strategy_of(
+    family: Family, dtype: DTypeLike, alternatives: int, generation: Mapping[str, Any] | None = None
+) -> Strategy:
+    """The strategy of a family.
+
+    Args:
+        dtype: of the model's numbers.
+        alternatives: most likely tokens reported beside each emitted one.
+        generation: the checkpoint's ``generation_config.json``, if it is at hand; changes numbers, never a shape.
+
+    Raises:
+        ConfigError: a setting there that cannot be.
+    """
+    if family.decoding is None:
+        return _of_continued_text(alternatives)
+    if family.decoding.kind == "canvas":
+        return canvas.strategy_of(family, dtype, alternatives, generation)
+    return block_diffusion.strategy_of(family.decoding, alternatives)
+
+
+def facts(strategy: Strategy, family: Family) -> dict[str, Any]:
+    """The fields of a ``plan.Plan`` that follow from the strategy: ``widths``, ``hands`` and ``decodes``."""
+    if family.decoding is None:
+        decodes = "speculative" if strategy.widths[-1] > 1 else "autoregressive"
+    else:
+        decodes = family.decoding.kind
+    hands = bool(jax.tree.leaves(jax.eval_shape(lambda: strategy.memory(1, 1))))
+    return {"widths": strategy.widths, "hands": hands, "decodes": decodes}
+
+
+def _of_continued_text(alternatives: int) -> Strategy:
+    """Of families that continue a text."""
+    return Autoregressive(alternatives)
