@@ -15,13 +15,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxserve.decode.block_memory import by_rows, with_block
 from jaxserve.decode.sampling import COLDEST, SamplingRows, TokenScores, adjusted_each, choose_each, scores_each
 from jaxserve.decode.step import DecodeState, Hint, Proposal, Verdict, causal
 from jaxserve.decode.tally import tally
@@ -30,7 +31,6 @@ from jaxserve.models.family import Family
 from jaxserve.models.passes import Canvas
 from jaxserve.pytree import pytree
 
-T = TypeVar("T")
 # As files name what their model is best asked with (``generation_config.json``).
 _RECOMMENDED = {
     "denoising_steps": "max_denoising_steps",
@@ -77,6 +77,7 @@ class CanvasMemory:
         step: passes so far.
         stable: times in a row that the most likely tokens stayed the same.
         rows: how each slot refines.
+        draft: the caller's guess at each slot's output; -1 where there is none.
     """
 
     canvas: Int[Array, "b w"]
@@ -86,6 +87,7 @@ class CanvasMemory:
     step: Int[Array, " b"]
     stable: Int[Array, " b"]
     rows: CanvasRows
+    draft: Int[Array, "b s"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,8 @@ class CanvasDiffusion:
     A request's temperature is a factor on the schedule's; at 0 the most likely token is taken instead of a drawn one,
     at the schedule's temperatures. Filters (top-k and kin) bear on what is drawn, not on entropies, nor on what the
     model is told. Penalties count the text before a position, in the canvas by its most likely tokens so far.
+
+    A caller's draft stands in the first pass over a canvas instead of random tokens, and is refined like them.
 
     Attributes:
         size: positions of a canvas.
@@ -132,23 +136,25 @@ class CanvasDiffusion:
         """The fields of ``CanvasRows``."""
         return tuple(field.name for field in dataclasses.fields(CanvasRows))  # type: ignore[arg-type]
 
-    def memory(self, slots: int, positions: int) -> CanvasMemory:  # noqa: ARG002
+    def memory(self, slots: int, positions: int) -> CanvasMemory:
         """No canvas in any slot."""
         rows = {}
         for name in self.settings:
             value = getattr(self, name)
             rows[name] = jnp.full(slots, value, jnp.int32 if isinstance(value, int) else jnp.float32)
-        return self._anew(slots, CanvasRows(**rows))
+        return self._anew(CanvasRows(**rows), jnp.full((slots, positions), -1, jnp.int32))
 
     def hand(self, memory: CanvasMemory, slot: Int[Array, ""], hint: Hint) -> CanvasMemory:
-        """A new request's settings; what it does not set is the strategy's."""
+        """A new request's draft and settings; what it does not set is the strategy's."""
         rows = {}
         for name, value in zip(self.settings, hint.settings, strict=True):
             row = getattr(memory.rows, name)
             rows[name] = row.at[slot].set(jnp.where(jnp.isnan(value), getattr(self, name), value).astype(row.dtype))
-        here = jnp.arange(len(memory.step)) == slot
-        anew = self._anew(len(here), CanvasRows(**rows))
-        return _where(here, anew, dataclasses.replace(memory, rows=anew.rows))
+        told = (jnp.arange(len(hint.draft)) < hint.drafted) & (hint.draft < self.vocab_size)
+        draft = memory.draft.at[slot].set(jnp.where(told, hint.draft, -1))
+        anew = self._anew(CanvasRows(**rows), draft)
+        kept = dataclasses.replace(memory, rows=anew.rows, draft=draft)
+        return by_rows(jnp.arange(len(memory.step)) == slot, anew, kept)
 
     def propose(self, model: Any, state: DecodeState, rows: SamplingRows) -> Proposal:
         """Known tokens that are still to be read, or, where there are none, the canvas.
@@ -163,7 +169,8 @@ class CanvasDiffusion:
         given = jnp.minimum(state.known - state.length, w)
         reads = given > 0
         chance = self._random_tokens(rows.seed, state.length, memory.step)
-        canvas = jnp.where(memory.step[:, None] == 0, chance, memory.canvas)
+        drafted = self._drafted(state, rows)
+        canvas = jnp.where(memory.step[:, None] == 0, jnp.where(drafted >= 0, drafted, chance), memory.canvas)
         return Proposal(
             tokens=jnp.where(reads[:, None], known, canvas),
             mask=jnp.where(reads[:, None, None], causal(w), True),
@@ -184,11 +191,15 @@ class CanvasDiffusion:
         drafted = jnp.where(final, self.size, 0)
         accepted = jnp.where(final, jnp.sum(after.first == after.best, axis=1), 0)
         changed = jnp.sum(after.best != memory.best, axis=1)
+        predicted = (self._drafted(state, rows) >= 0) & final[:, None]
+        confirmed = predicted & (self._drafted(state, rows) == after.best)
         counted = tally(
             len(final),
             drafted=drafted,
             accepted=accepted,
             rejected=drafted - accepted,
+            predicted_accepted=confirmed.sum(1),
+            predicted_rejected=(predicted & ~confirmed).sum(1),
             edited=jnp.where(refines & (memory.step > 0), changed, 0),
             blocks=final.astype(jnp.int32),
         )
@@ -197,7 +208,7 @@ class CanvasDiffusion:
             count=drafted,
             advance=jnp.where(refines, 0, proposal.count),
             scores=self._scores(logits, after.best, final, rows),
-            memory=_where(refines & ~final, after, self._anew(len(final), memory.rows)),
+            memory=by_rows(refines & ~final, after, self._anew(memory.rows, memory.draft)),
             tally=counted,
         )
 
@@ -217,6 +228,7 @@ class CanvasDiffusion:
             step=step,
             stable=jnp.where(jnp.all(best == memory.best, axis=1), memory.stable + 1, 0),
             rows=memory.rows,
+            draft=memory.draft,
         )
         return after, jnp.mean(entropy, axis=1)
 
@@ -231,7 +243,7 @@ class CanvasDiffusion:
         part = self.size if self.size <= AT_A_TIME else math.gcd(self.size, AT_A_TIME)
         heat = _heat(memory.rows, memory.step)
         scale = jnp.maximum(heat * jnp.where(rows.temperature > 0, rows.temperature, 1.0), COLDEST)
-        text = _with_canvas(state.tokens, memory.best, state.length)
+        text = with_block(state.tokens, memory.best, state.length)
         warm = dataclasses.replace(rows, temperature=rows.temperature * heat)
 
         def judged(at: Int[Array, ""]) -> tuple[Array, Array, Array, Array]:
@@ -279,8 +291,16 @@ class CanvasDiffusion:
         scores: TokenScores = jax.lax.cond(jnp.any(final), looked_up, lambda: blank)
         return scores
 
-    def _anew(self, slots: int, rows: CanvasRows) -> CanvasMemory:
+    def _drafted(self, state: DecodeState, rows: SamplingRows) -> Int[Array, "b w"]:
+        """The caller's draft for each canvas; -1 where there is none."""
+        draft: Int[Array, "b s"] = state.memory.draft
+        at = state.length[:, None] + jnp.arange(self.size) - rows.prompt_length[:, None]
+        picked = jnp.take_along_axis(draft, jnp.clip(at, 0, draft.shape[1] - 1), axis=1)
+        return jnp.where((at >= 0) & (at < draft.shape[1]), picked, -1)
+
+    def _anew(self, rows: CanvasRows, draft: Int[Array, "b s"]) -> CanvasMemory:
         """Canvases before their first pass."""
+        slots = len(draft)
         shape, zeros = (slots, self.size), jnp.zeros(slots, jnp.int32)
         nothing = jnp.full(shape, self.vocab_size, jnp.int32)
         return CanvasMemory(
@@ -291,6 +311,7 @@ class CanvasDiffusion:
             step=zeros,
             stable=jnp.zeros_like(zeros),
             rows=rows,
+            draft=draft,
         )
 
 
@@ -358,16 +379,3 @@ def _joined(parts: Array) -> Array:
     """Of ``[n, b, w, ...]``, parts of rows, the rows."""
     n, b, w, *rest = parts.shape
     return jnp.moveaxis(parts, 0, 1).reshape(b, n * w, *rest)
-
-
-def _with_canvas(tokens: Int[Array, "b s"], canvas: Int[Array, "b w"], at: Int[Array, " b"]) -> Int[Array, "b s"]:
-    """Texts with the present canvas in its place."""
-    offset = jnp.arange(tokens.shape[1]) - at[:, None]
-    picked = jnp.take_along_axis(canvas, jnp.clip(offset, 0, canvas.shape[1] - 1), axis=1)
-    return jnp.where((offset >= 0) & (offset < canvas.shape[1]), picked, tokens)
-
-
-def _where(rows: Bool[Array, " b"], chosen: T, other: T) -> T:
-    """Leaf by leaf, row by row."""
-    picked: T = jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), chosen, other)
-    return picked

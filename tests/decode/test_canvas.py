@@ -59,18 +59,21 @@ def prompt(request: int) -> np.ndarray:
     return golden()["prompt"][: int(golden()["requests"][request, 0])]
 
 
-def hint(request: int, **changes: float) -> Hint:
+def hint(request: int, draft: Any = (), **changes: float) -> Hint:
     """The request's own settings; transformers' and ours stand in the same order."""
     settings = golden()["requests"][request, 1:].copy()
     for name, value in changes.items():
         settings[model()[2].settings.index(name)] = value
-    return Hint(jnp.zeros(POSITIONS, jnp.int32), jnp.int32(0), jnp.asarray(settings, jnp.float32))
+    tokens = np.zeros(POSITIONS, np.int32)
+    tokens[: len(draft)] = draft
+    return Hint(jnp.asarray(tokens), jnp.int32(len(draft)), jnp.asarray(settings, jnp.float32))
 
 
 def sampling(temperature: float = 1.0, **changes: Any) -> Any:
     seeds = np.stack([np.array([0, seed], np.uint32) for seed in golden()["filled_seed"]])
     limit = np.array([len(prompt(request)) + SIZE * CANVASES for request in REQUESTS])
-    fields = {"seed": seeds, "limit": limit, "alternatives": True} | changes
+    start = limit - SIZE * CANVASES
+    fields = {"seed": seeds, "limit": limit, "alternatives": True, "prompt_length": start} | changes
     return sampling_rows(len(REQUESTS), temperature=temperature, **fields)
 
 
@@ -84,6 +87,7 @@ class Filling:
         held: tokens of a text that are in the cache when its request joins, by default all.
         texts: what is known of a request when it joins, by default its prompt.
         settings: other ones than the requests' own.
+        drafts: that requests bring along.
     """
 
     joins: dict[int, int]
@@ -94,6 +98,7 @@ class Filling:
     held: dict[int, int] = dataclasses.field(default_factory=dict)
     texts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     settings: dict[str, float] = dataclasses.field(default_factory=dict)
+    drafts: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def run(self) -> dict[int, Filled]:
         """Passes until every request has ended."""
@@ -135,7 +140,8 @@ class Filling:
                 kept = min(max(held - start, 0), CHUNK)
                 at = (jnp.int32(request), jnp.asarray(chunk), jnp.int32(start), jnp.int32(kept))
                 state = jitted.prefill(graphdef, params, state, *at, block=1)
-            state = jitted.hand(state, jnp.int32(request), hint(request, **self.settings), strategy=strategy)
+            told = hint(request, self.drafts.get(request, ()), **self.settings)
+            state = jitted.hand(state, jnp.int32(request), told, strategy=strategy)
             rest = text[held : held + SIZE]
             pending[request, : len(rest)] = rest
             admit[request], length[request], count[request] = True, held, len(text) - held
@@ -338,6 +344,18 @@ def test_at_temperature_zero_what_is_accepted_is_the_most_likely():
     assert all(mine.read[turn].tolist() == mine.best[turn - 1] for turn in later)
 
 
+def test_a_draft_stands_in_a_canvas_and_is_refined():
+    """A right one settles sooner; what is counted as predicted is the draft, and how much of it was right."""
+    theirs = right(1)["tokens"]
+    found = Filling({1: 0, 3: 0}, drafts={1: theirs, 3: (right(3)["tokens"][:5] + 1) % 256}).run()
+    assert found[1].count("passes") < together()[1].count("passes") - 5
+    agreed = int((np.array(found[1].tokens) == theirs).sum())
+    assert (found[1].count("predicted_accepted"), found[1].count("predicted_rejected")) == (agreed, 40 - agreed)
+    assert found[3].count("predicted_accepted") + found[3].count("predicted_rejected") == 5
+    assert found[3].best[0] != together()[3].best[0]
+    assert together()[1].count("predicted_accepted") == 0
+
+
 def test_a_bias_bears_on_what_is_emitted():
     banned = sorted(set(right(3)["tokens"].tolist()))[:4]
     rows = sampling(bias_ids=np.array(banned), bias=np.full(4, -100.0))
@@ -346,7 +364,7 @@ def test_a_bias_bears_on_what_is_emitted():
 
 def test_what_a_request_does_not_set_is_the_strategy_s():
     strategy = model()[2]
-    silent = Hint(jnp.zeros(4, jnp.int32), jnp.int32(0), jnp.full(len(strategy.settings), jnp.nan))
+    silent = dataclasses.replace(hint(0), settings=jnp.full(len(strategy.settings), jnp.nan))
     memory = strategy.memory(3, POSITIONS)
     told = strategy.hand(memory, jnp.int32(1), hint(0))
     assert told.rows.denoising_steps.tolist() == [48, 8, 48]
