@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxserve.decode import fork as forking
 from jaxserve.decode import score as scoring
 from jaxserve.decode import step as stepping
 from jaxserve.decode.sampling import SamplingRows, TokenScores
@@ -26,6 +27,7 @@ Params = dict[Any, Any]
 _PREFILL: dict[str, Any] = {"static_argnames": ("graphdef", "block"), "donate_argnames": ("state",)}
 _RUN: dict[str, Any] = {"static_argnames": ("graphdef", "strategy", "max_steps"), "donate_argnames": ("state",)}
 _HAND: dict[str, Any] = {"static_argnames": ("strategy",), "donate_argnames": ("state",)}
+_FORK: dict[str, Any] = {"donate_argnames": ("state",)}
 _SCRUB: dict[str, Any] = {"donate_argnames": ("state",)}
 
 
@@ -67,6 +69,12 @@ def hand(state: DecodeState, slot: Int[Array, ""], hint: Hint, *, strategy: Stra
     return stepping.hand(state, slot, hint, strategy)
 
 
+@partial(jax.jit, **_FORK)
+def fork(state: DecodeState, source: Int[Array, ""], target: Int[Array, ""]) -> DecodeState:
+    """``decode.fork.fork``, one program a pool of more than one slot."""
+    return forking.fork(state, source, target)
+
+
 @partial(jax.jit, **_SCRUB)
 def scrub(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
     """``decode.step.scrub``, one program a pool."""
@@ -80,10 +88,11 @@ class Served:
     prefill: Callable[..., Any]
     run: Callable[..., Any]
     hand: Callable[..., Any]
+    fork: Callable[..., Any]
     scrub: Callable[..., Any]
 
 
-ON_ONE_DEVICE = Served(prefill, run, hand, scrub)
+ON_ONE_DEVICE = Served(prefill, run, hand, fork, scrub)
 
 
 def over_mesh(state: Any, rest: Any) -> Served:
@@ -97,6 +106,7 @@ def over_mesh(state: Any, rest: Any) -> Served:
         jax.jit(inspect.unwrap(prefill), **_PREFILL, out_shardings=state),
         jax.jit(inspect.unwrap(run), **_RUN, out_shardings=(state, rest)),
         jax.jit(inspect.unwrap(hand), **_HAND, out_shardings=state),
+        jax.jit(inspect.unwrap(fork), **_FORK, out_shardings=state),
         jax.jit(inspect.unwrap(scrub), **_SCRUB, out_shardings=state),
     )
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a device: read a chunk, admit, run, hand over what came out. Knows no JAX.
+"""What the engine asks of a device: read a chunk, copy a slot, admit, run, hand over what came out. Knows no JAX.
 
 ``jax_device`` keeps this promise with compiled programs; ``jaxserve.testing`` with a hash, so that the engine can be
 tried for thousands of hours in seconds.
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from jaxserve.engine.request import Request
+from jaxserve.engine.request import Pass, Request
 from jaxserve.engine.work import Emitted
 from jaxserve.plan import Chunk, Plan
 
@@ -41,6 +41,9 @@ class Log(Protocol):
     def of(self, slot: int, logprobs: int | None) -> Emitted:
         """One slot's part; ``logprobs`` alternatives a token, or no log-probabilities at all."""
 
+    def passes(self, slot: int) -> tuple[Pass, ...]:
+        """The same, pass by pass."""
+
 
 class Flight(Protocol):
     """A dispatch under way."""
@@ -68,6 +71,9 @@ class Device(Protocol):
 
     def prefill(self, pool: int, slot: int, chunk: Chunk, tokens: Sequence[int]) -> None:
         """Reads ``tokens[chunk.start : chunk.start + chunk.count]``; the padding is filled with what follows."""
+
+    def fork(self, pool: int, source: int, target: int) -> None:
+        """Copies what was read into a slot that has not decoded since, into another one."""
 
     def admit(self, pool: int, slot: int, admission: Admission) -> None:
         """Lets a request decode from the pool's next run on; touches nothing but its own row."""

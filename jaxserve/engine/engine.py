@@ -21,7 +21,7 @@ from jaxserve.engine.quarantine import Quarantine
 from jaxserve.engine.recovery import NothingFinite, Recovery
 from jaxserve.engine.request import Delta, FinishReason, Limits, Request
 from jaxserve.engine.scheduler import Ended, Policy, Scheduler
-from jaxserve.engine.work import PrefillWork, Running, RunWork, Tick
+from jaxserve.engine.work import ForkWork, PrefillWork, Running, RunWork, Tick
 from jaxserve.errors import DeviceFault, EngineError, JaxserveError, NumericalError
 
 logger = logging.getLogger(__name__)
@@ -233,6 +233,8 @@ class Engine:
         for chunk in tick.prefills:
             self._prefill(chunk)
         for work in tick.runs:
+        for fork in tick.forks:
+            self._fork(fork)
             said += self._admit(work)
             slots = [slot for slot, running in work.slots if self._scheduler.has(running)]
             self._in_flight.append((work, self.device.run(work.pool, slots, work.steps)))
@@ -246,6 +248,13 @@ class Engine:
             self.metrics.prompt_tokens.inc(chunk.count)
 
     def _admit(self, work: RunWork) -> list[tuple[str, Delta]]:
+    def _fork(self, work: ForkWork) -> None:
+        running = work.running
+        self.device.fork(running.pool, work.source.slot, running.slot)
+        self.metrics.dispatches.labels("fork").inc()
+        if not running.restarts:
+            self.metrics.shared_tokens.inc(self.plan.pools[running.pool].read(len(running.request.prompt)))
+
         said = []
         for running in work.admitted:
             request = running.request

@@ -124,6 +124,10 @@ class JaxDevice:
         control.pending[slot, :width] = pending[:width]
         control.pending_count[slot] = len(pending)
         control.length[slot] = admission.length
+    def fork(self, pool: int, source: int, target: int) -> None:
+        """Copies a slot."""
+        self._states[pool] = self.programs.fork(pool, self._states[pool], source, target)
+
         control.admit[slot] = True
 
     def run(self, pool: int, slots: Iterable[int], steps: int) -> Flight:
@@ -168,3 +172,8 @@ class JaxDevice:
             self.scrub(pool, slot)
         self.wait((pool,))
         return max(times)
+        if shape.slots > 1:
+            began = time.monotonic()
+            self.fork(pool, 0, shape.slots - 1)
+            self.wait((pool,))
+            times.append(time.monotonic() - began)

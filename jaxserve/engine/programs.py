@@ -165,6 +165,11 @@ class Programs:
         fields = {"draft": tokens, "drafted": np.int32(min(len(draft), len(tokens))), "settings": values}
         return Hint(**jax.device_put(fields, self.whole))
 
+    def fork(self, pool: int, state: DecodeState, source: int, target: int) -> DecodeState:
+        """Copies a slot into another one; ``state`` is donated."""
+        after: DecodeState = self._executables[Program("fork", pool)](state, np.int32(source), np.int32(target))
+        return after
+
     def scrub(self, pool: int, state: DecodeState, slot: int) -> DecodeState:
         """Zeroes a slot; ``state`` is donated."""
         after: DecodeState = self._executables[Program("scrub", pool)](state, np.int32(slot))
@@ -218,6 +223,8 @@ class Programs:
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.whole)
         if program.kind == "scrub":
             return functions.scrub, (state, scalar), {}
+        if program.kind == "fork":
+            return functions.fork, (state, scalar, scalar), {}
         if program.kind == "hand":
             return functions.hand, (state, scalar, self.hint(program.pool)), {"strategy": self.strategy}
         model = (self._graphdef, self._params)

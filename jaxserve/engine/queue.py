@@ -44,8 +44,11 @@ class Queue:
         self._waiting.setdefault(tenant, deque()).append(running)
 
     def take(self, running: Running) -> None:
-        """It has a slot now; its tenant has had its prompt read."""
+        """It has a slot now."""
         self._leave_line(running)
+
+    def read(self, running: Running) -> None:
+        """Its tenant has its prompt read."""
         self._service[running.request.tenant] += READ * len(running.request.prompt)
 
     def written(self, running: Running, count: int) -> None:

@@ -89,10 +89,31 @@ class Account:
     post_steps: int = 0
 
     def __add__(self, other: Account) -> Account:
-        return Account(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return Account(*map(operator.add, _counts(self), _counts(other)))
+
+    def counts(self) -> dict[str, int]:
+        """By name."""
+        return dict(zip(_ACCOUNTS, _counts(self), strict=True))
 
 
+_ACCOUNTS = tuple(field.name for field in dataclasses.fields(Account))
+_counts = operator.attrgetter(*_ACCOUNTS)
 NOTHING = Account()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """What one pass did to a request.
+
+    Attributes:
+        tokens: that it made final.
+        account: its own share.
+        canvas: as in ``Delta``.
+    """
+
+    tokens: tuple[int, ...]
+    account: Account
+    canvas: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,6 +123,10 @@ class Request:
     Attributes:
         draft: the caller's guess at the output.
         settings: of the decoding strategy, by its own names.
+        provisional: it is told of canvases, too.
+        traced: it is told of each pass.
+        group: requests of a tenant with the same one, if any, may use what is read of each other's prompts.
+        written: so many of the prompt's last tokens are output that is gone on with; ``sampling`` counts those to come.
         deadline: when it must be done, in seconds on the engine's monotonic clock.
         tenant: on whose behalf; tenants get equal shares of a busy engine.
     """
@@ -113,6 +138,10 @@ class Request:
     tenant: str = ""
     draft: tuple[int, ...] = ()
     settings: tuple[tuple[str, float], ...] = ()
+    provisional: bool = False
+    traced: bool = False
+    group: str = ""
+    written: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,7 +164,8 @@ class Delta:
         finish_reason: set in the last delta of a request, ``None`` before.
         account: what the request took so far.
         canvas: what the tokens behind the known ones look like so far, where they are decided together and still may
-            change.
+            change; only for those who want to know.
+        passes: of this tick, for those who want to know.
         error: set when ``finish_reason`` is ``ERROR``.
     """
 
@@ -145,6 +175,7 @@ class Delta:
     error: JaxserveError | None = None
     account: Account = NOTHING
     canvas: tuple[int, ...] = ()
+    passes: tuple[Pass, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -195,6 +226,7 @@ def check(request: Request, limits: Limits) -> None:
         ("presence_penalty", sampling.presence_penalty, -100, 100),
         ("frequency_penalty", sampling.frequency_penalty, -100, 100),
         ("seed", sampling.seed or 0, 0, MAX_SEED),
+        ("written", request.written, 0, len(prompt)),
         ("logprobs", sampling.logprobs or 0, 0, limits.max_logprobs),
         ("stop_token_ids", len(sampling.stop_token_ids), 0, limits.max_stop_token_ids),
         ("logit_bias", len(sampling.logit_bias), 0, limits.max_logit_bias),

@@ -58,7 +58,7 @@ class RowTable:
             rows["bias_ids"][slot, index], rows["bias"][slot, index] = token, value
         rows["stop_ids"][slot, : len(stop_ids)] = stop_ids
         rows["seed"][slot] = seed >> 32, seed & 0xFFFFFFFF
-        rows["prompt_length"][slot] = length
+        rows["prompt_length"][slot] = length - request.written
         rows["min_length"][slot] = length + sampling.min_tokens
         rows["limit"][slot] = length + sampling.max_tokens
         rows["alternatives"][slot] = bool(sampling.logprobs)

@@ -10,8 +10,10 @@ import dataclasses
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
+from jaxserve.engine import sharing
 from jaxserve.engine.queue import Queue
-from jaxserve.engine.request import Delta, FinishReason, Limits, Request, check
+from jaxserve.engine.request import NOTHING, Account, Delta, FinishReason, Limits, Request, check
+from jaxserve.engine.seats import Seats, Slots
 from jaxserve.engine.work import Emitted, PrefillWork, Running, RunWork, Tick
 from jaxserve.errors import (
     ContextLengthExceeded,
@@ -59,38 +61,6 @@ class Policy:
         return max(1, int(slots * self.max_tenant_share))
 
 
-class _Pool:
-    def __init__(self, slots: int) -> None:
-        self.free = list(range(slots))
-        self.running: dict[int, Running] = {}
-
-
-class _Seats:
-    """Who may still have a slot: one must be free in the pool, and the tenant must not hold its whole share."""
-
-    def __init__(self, policy: Policy, pools: list[_Pool]) -> None:
-        held = [running for pool in pools for running in pool.running.values()]
-        self._room = policy.max_concurrency - len(held)
-        self._free = [len(pool.free) for pool in pools]
-        self._most = policy.share_of(policy.max_concurrency)
-        self._most_of = [policy.share_of(len(pool.free) + len(pool.running)) for pool in pools]
-        self._held = Counter(running.request.tenant for running in held)
-        self._held_of = Counter((running.request.tenant, running.pool) for running in held)
-
-    def open(self, running: Running) -> bool:
-        """Whether there is a slot for it."""
-        tenant, pool = running.request.tenant, running.pool
-        within_share = self._held[tenant] < self._most and self._held_of[tenant, pool] < self._most_of[pool]
-        return self._room > 0 and self._free[pool] > 0 and within_share
-
-    def take(self, running: Running) -> None:
-        """It gets one."""
-        self._room -= 1
-        self._free[running.pool] -= 1
-        self._held[running.request.tenant] += 1
-        self._held_of[running.request.tenant, running.pool] += 1
-
-
 class Scheduler:
     """Queues, slots and ticks."""
 
@@ -100,7 +70,7 @@ class Scheduler:
         self._eos = frozenset(eos)
         if len(self._eos) > MODEL_STOP_TOKENS:
             raise PlanError(f"the model has {len(self._eos)} end tokens, more than {MODEL_STOP_TOKENS}")
-        self._pools = [_Pool(pool.slots) for pool in plan.pools]
+        self._pools = [Slots(pool.slots) for pool in plan.pools]
         self._budget = max(pool.buckets[-1] for pool in plan.pools)
         self._at_once = min(policy.max_concurrency, sum(pool.slots for pool in plan.pools))
         self._queue = Queue()
@@ -233,7 +203,8 @@ class Scheduler:
         ended = [self.end(running, error) for running, error in tuple(self._expired(now))]
         ended += self._admit(now)
         prefills = tuple(self._prefills())
-        return Tick(prefills, tuple(self._runs()), tuple(ended))
+        forks = sharing.due(self._held())  # of all that is read by then
+        return Tick(prefills, forks, tuple(self._runs()), tuple(ended))
 
     def deliver(self, work: RunWork, emitted: dict[int, Emitted], now: float) -> list[Ended]:
         """Takes what a dispatch gave each slot; requests that left meanwhile get nothing."""
@@ -260,7 +231,8 @@ class Scheduler:
         held = list(self._held())
         for running in held:
             pool = self._plan.pools[running.pool]
-            running.chunks = deque(pool.chunks_again(len(running.request.prompt), running.known))
+            again = pool.chunks_again(len(running.request.prompt), running.known)
+            running.chunks = deque(again if running.source is None else ())
             running.decoding = False
             running.restarts += 1
         return held
@@ -274,7 +246,7 @@ class Scheduler:
         """Those who would still wait after the next admission, in order of arrival."""
         if not self._queue:
             return []
-        seats, unseated = _Seats(self._policy, self._pools), []
+        seats, unseated = Seats(self._policy.max_concurrency, self._policy.share_of, self._pools), []
         for one in sorted(self._queue, key=lambda one: one.arrived):
             if seats.open(one):
                 seats.take(one)
@@ -297,9 +269,8 @@ class Scheduler:
     def _admit(self, now: float) -> Iterator[Ended]:
         if not self._queue or self._gathers(now):
             return
-        seats = _Seats(self._policy, self._pools)
+        seats = Seats(self._policy.max_concurrency, self._policy.share_of, self._pools)
         while (running := self._queue.next(seats.open)) is not None:
-            prompt = running.request.prompt
             if running.request.sampling.max_tokens == 0:
                 self._remove(running)
                 yield running, Delta(finish_reason=FinishReason.LENGTH)
@@ -311,12 +282,24 @@ class Scheduler:
                 continue
             self._queue.take(running)
             seats.take(running)
-            pool = self._pools[running.pool]
-            running.slot = pool.free.pop(0)
             running.started = now
-            chunked = self._plan.pools[running.pool]
-            running.chunks = deque(chunked.chunks(chunked.read(len(prompt))))
-            pool.running[running.slot] = running
+            self._seat(running)
+
+    def _seat(self, running: Running) -> None:
+        """Gives it a slot, and what is to be read there: nothing, if another one reads it just now."""
+        slots = self._pools[running.pool]
+        source = sharing.reader(running, slots.running.values())
+        slots.take(running)
+        if source is not None and self._plan.pools[running.pool].read(len(running.request.prompt)):
+            running.source = source
+        else:
+            self._read(running)
+
+    def _read(self, running: Running) -> None:
+        """It reads its prompt itself."""
+        pool = self._plan.pools[running.pool]
+        running.chunks = deque(pool.chunks(pool.read(len(running.request.prompt))))
+        self._queue.read(running)
 
     def _gathers(self, now: float) -> bool:
         """Whether an idle engine still waits for company."""
@@ -344,7 +327,7 @@ class Scheduler:
 
     def _runs(self) -> Iterator[RunWork]:
         for index, pool in enumerate(self._pools):
-            ready = [running for running in pool.running.values() if not running.decoding and not running.chunks]
+            ready = [running for running in pool.running.values() if running.ready]
             for running in ready:
                 running.decoding = True
             slots = tuple((slot, running) for slot, running in pool.running.items() if running.decoding)
@@ -365,29 +348,31 @@ class Scheduler:
     def _delta(self, running: Running, given: Emitted) -> Delta | None:
         sampling = running.request.sampling
         if not given.finite:
-            return _failed(NumericalError("the model produced a number that is not finite"))
+            return _failed(NumericalError("the model produced a number that is not finite"), running.account)
         reason = None
         if given.tokens and given.tokens[-1] in self.stop_ids(running.request):
             reason = FinishReason.STOP
         elif len(running.generated) >= sampling.max_tokens:
             reason = FinishReason.LENGTH
-        if not (given.tokens or given.canvas) and reason is None:
+        canvas = given.canvas if running.request.provisional else ()  # nobody else is woken for it
+        if not (given.tokens or canvas or given.passes) and reason is None:
             return None
         logprobs = given.logprobs if sampling.logprobs is not None else ()
-        return Delta(given.tokens, logprobs, reason, account=running.account, canvas=given.canvas)
+        return Delta(given.tokens, logprobs, reason, None, running.account, canvas, given.passes)
 
     def _remove(self, running: Running) -> None:
         del self._by_id[running.request.id]
         self._queue.forget(running)
         if running.slot >= 0:
-            pool = self._pools[running.pool]
-            del pool.running[running.slot]
-            pool.free.append(running.slot)
-            pool.free.sort()
+            slots = self._pools[running.pool]
+            slots.give_back(running)
+            reader = sharing.heir(running, slots.running.values())
+            if reader is not None:
+                self._read(reader)
 
 
-def _failed(error: JaxserveError) -> Delta:
-    return Delta(finish_reason=FinishReason.ERROR, error=error)
+def _failed(error: JaxserveError, account: Account = NOTHING) -> Delta:
+    return Delta(finish_reason=FinishReason.ERROR, error=error, account=account)
 
 
 def _blend(old: float, new: float) -> float:

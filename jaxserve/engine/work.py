@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 
-from jaxserve.engine.request import NOTHING, Account, Delta, Request, TokenLogprob
+from jaxserve.engine.request import NOTHING, Account, Delta, Pass, Request, TokenLogprob
 from jaxserve.plan import Chunk
 
 
@@ -18,6 +18,7 @@ class Running:
         arrived, started, first_token, last_token: seconds on the engine's clock.
         chunks: what is still to be read before it decodes.
         decoding: its rows are in the device's run.
+        source: who reads its prompt for it, until that is done.
         generated: its tokens so far.
         restarts: how often its cache was lost.
         account: what decoding it took so far.
@@ -31,6 +32,7 @@ class Running:
     started: float | None = None
     chunks: deque[Chunk] = dataclasses.field(default_factory=deque)
     decoding: bool = False
+    source: Running | None = None
     generated: list[int] = dataclasses.field(default_factory=list)
     first_token: float | None = None
     last_token: float | None = None
@@ -41,6 +43,11 @@ class Running:
     def began(self) -> float:
         """When it got its slot; when it came, if it has none."""
         return self.arrived if self.started is None else self.started
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything before its first step is done."""
+        return not self.decoding and not self.chunks and self.source is None
 
     @property
     def known(self) -> int:
@@ -62,6 +69,14 @@ class PrefillWork:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ForkWork:
+    """A copy of a slot whose prompt is read, for a request with the same one."""
+
+    source: Running
+    running: Running
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RunWork:
     """Decode steps of one pool: who holds which slot, and who of them starts now."""
 
@@ -76,6 +91,7 @@ class Tick:
     """What is dispatched at once, in this order, and the requests that ended without being dispatched."""
 
     prefills: tuple[PrefillWork, ...]
+    forks: tuple[ForkWork, ...]
     runs: tuple[RunWork, ...]
     ended: tuple[tuple[Running, Delta], ...]
 
@@ -95,3 +111,4 @@ class Emitted:
     finite: bool
     account: Account = NOTHING
     canvas: tuple[int, ...] = ()
+    passes: tuple[Pass, ...] = ()

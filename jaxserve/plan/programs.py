@@ -80,10 +80,10 @@ class Program:
     """One executable of one pool.
 
     ``prefill`` reads a chunk of one length, ``run`` does several decode steps, ``hand`` gives the strategy what a
-    request brings along, ``scrub`` empties a slot.
+    request brings along, ``fork`` copies a slot into another one, ``scrub`` empties a slot.
     """
 
-    kind: Literal["prefill", "run", "hand", "scrub"]
+    kind: Literal["prefill", "run", "hand", "fork", "scrub"]
     pool: int
     bucket: int = 0
 

@@ -27,6 +27,7 @@ def test_it_lists_every_program():
     assert [str(program) for program in programs] == [
         "prefill pool 0 bucket 32",
         "run pool 0",
+        "fork pool 0",
         "scrub pool 0",
         "prefill pool 1 bucket 32",
         "prefill pool 1 bucket 128",
@@ -49,7 +50,7 @@ def test_the_table_tells_everything():
     text = planned(Pool(2, 64)).describe()
     assert "cache, pool 2x64" in text
     assert "2 rows x 64 positions" in text
-    assert "programs: 3" in text
+    assert "programs: 4" in text
     assert "unsplit" not in text
     text = planned(Pool(2, 64), shape=MIXED, mesh=MeshShape(4, 2), devices=8).describe()
     assert "on each of 8 devices (expert x tensor 4x2)" in text

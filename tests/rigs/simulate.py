@@ -18,15 +18,18 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 from unittest import mock
 
 from jaxserve.config import Pool
+from jaxserve.engine import sharing
 from jaxserve.engine.canary import Canary
 from jaxserve.engine.crossing import Crossing, Stream
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import Delta, FinishReason, Request, SamplingParams
 from jaxserve.engine.scheduler import Policy
+from jaxserve.engine.work import ForkWork, Running
 from jaxserve.errors import (
     DeadlineExceeded,
     DeviceFault,
@@ -134,7 +137,25 @@ class World:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
-        dice, number = self.dice, len(self.clients) + self.seen["refused"]
+        """One request, or several in a group: of the same prompt or nearly the same."""
+        request, marker = self._drawn()
+        dice = self.dice
+        if dice.random() < 0.8:
+            self._send(request, marker)
+            return
+        group = f"g{len(self.clients)}"
+        for _ in range(dice.randint(2, 4)):
+            sampling, prompt = request.sampling, request.prompt
+            if dice.random() < 0.1:
+                sampling = dataclasses.replace(sampling, max_tokens=min(1, sampling.max_tokens))
+            if not marker and dice.random() < 0.1:
+                prompt = (*prompt[:-1], 10 + dice.randrange(10))
+            sampling = dataclasses.replace(sampling, seed=dice.getrandbits(40))
+            self._send(dataclasses.replace(request, prompt=prompt, sampling=sampling, group=group), marker)
+
+    def _drawn(self) -> tuple[Request, bool]:
+        """A request, and whether something goes wrong with it."""
+        dice = self.dice
         longest = max(pool.length for pool in self.plan.pools)
         prompt = [dice.randrange(10, VOCABULARY) for _ in range(dice.randint(1, longest * 2 // 3))]
         marker = dice.choices((0, POISON, POISON_PREFILL, NONE), (40, 1, 1, 1))[0]
@@ -151,7 +172,11 @@ class World:
         )
         deadline = self.now + dice.uniform(0.01, 2) if dice.random() < 0.1 else None
         tenant = dice.choice(TENANTS) if dice.random() < 0.5 else TENANTS[-1]
-        request = Request(f"r{number}", tuple(prompt), sampling, deadline, tenant)
+        return Request("", tuple(prompt), sampling, deadline, tenant), bool(marker)
+
+    def _send(self, request: Request, marker: bool) -> None:
+        dice, number, sampling = self.dice, len(self.clients) + self.seen["refused"], request.sampling
+        request = dataclasses.replace(request, id=f"r{number}")
         try:
             stream = self.crossing.submit(request)
         except (Overloaded, ShuttingDown, Quarantined, EngineError) as error:
@@ -161,7 +186,7 @@ class World:
             must(not isinstance(error, ShuttingDown) or self.crossing.closing, "refused by an open engine")
             return
         assert sampling.seed is not None
-        self.clients.append(Client(request, stream, sampling.seed, bool(marker), slow=dice.random() < 0.1))
+        self.clients.append(Client(request, stream, sampling.seed, marker, slow=dice.random() < 0.1))
 
     def _turn(self) -> None:
         """The engine's side of the crossing."""
@@ -343,6 +368,17 @@ class Leaky(HashDevice):
             ]
 
 
+class Short(HashDevice):
+    """A copy lacks its last position."""
+
+    def fork(self, pool, source, target):  # type: ignore[no-untyped-def]
+        """Leaves what stood there before."""
+        before = list(self.pools[pool][target].entries)
+        super().fork(pool, source, target)
+        held = self.pools[pool][target]
+        held.entries[held.length - 1] = before[held.length - 1]
+
+
 class Unscrubbed(HashDevice):
     """What is no number stays in the slot."""
 
@@ -366,7 +402,18 @@ def _mute(self: Stream, delta: Delta) -> None:
 
 Stream_put = Stream.put
 
+
+def _late(held: Iterable[Running]) -> tuple[ForkWork, ...]:
+    """Copies of who has begun to write already."""
+    works = [ForkWork(one.source, one) for one in held if one.source is not None and one.source.generated]
+    for work in works:
+        work.running.source = None
+    return tuple(works)
+
+
 PLANTED = {
+    "a copy of a slot is a position short": lambda seed: World(random.Random(seed), Short).play(),
+    "a slot is copied too late": lambda seed: _patched(seed, sharing, "due", _late),
     "a token of the last tenant stays in the slot": lambda seed: World(random.Random(seed), Leaky).play(),
     "a slot is not scrubbed": lambda seed: World(random.Random(seed), Unscrubbed).play(),
     "a restart forgets what was generated": lambda seed: _patched(seed, PoolPlan, "chunks_again", _forgetful),
@@ -374,7 +421,7 @@ PLANTED = {
 }
 
 
-def _patched(seed: int, owner: type, name: str, value: object) -> Counter[str]:
+def _patched(seed: int, owner: Any, name: str, value: object) -> Counter[str]:
     with mock.patch.object(owner, name, value):
         return World(random.Random(seed)).play()
 
