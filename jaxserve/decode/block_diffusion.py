@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.decode import levenshtein
-from jaxserve.decode.block_memory import BlockMemory, by_rows, ends, moved, with_block
+from jaxserve.decode.block_memory import BlockMemory, by_rows, ends, joined, moved, with_block
 from jaxserve.decode.levenshtein import Edited, Instructions
 from jaxserve.decode.sampling import SamplingRows, TokenScores, choose, choose_each, scores_each
 from jaxserve.decode.step import DecodeState, Hint, Model, Proposal, Verdict, causal
 from jaxserve.decode.tally import tally
-from jaxserve.decode.unmasking import LEVENSHTEIN, NO_EDITS, RULES, BlockRows, admissible, due, filled, overwritten
+from jaxserve.decode.unmasking import LEVENSHTEIN, RULES, BlockRows, admissible, due, filled, overwritten
 from jaxserve.models.decoding import Decoding
 
 Banned = tuple[tuple[int, Bool[Array, "b w"]], ...]
@@ -35,8 +35,8 @@ class BlockDiffusion:
     A block's given positions (the prompt's remainder, or what was emitted before a fault) stand at its head; they are
     never masked and never edited. A block is emitted in the pass that makes it final. If that pass changed nothing, it
     has read the final tokens and commits the block, too; else the next pass does, which finds all of it given. With
-    ``ahead`` that pass reads the next block as well: a pass less for each block. It is twice as wide for every row, so
-    it is made only where at least half of the active rows have a block to commit.
+    ``ahead`` a pass that commits, or may find that nothing is left to edit, reads the next block as well: a pass less
+    for each block. It is twice as wide for every row, so it is made only where at least half of the active rows do so.
 
     Where a row edits, its caller's draft stands in each block from the beginning, and is corrected like anything else.
 
@@ -54,7 +54,7 @@ class BlockDiffusion:
         threshold, edit_threshold, max_post_steps, denoising_steps, penalty, entropy_bound: where a request does not
             say; see ``unmasking.BlockRows``.
         delete_id, insert_id: tokens that Levenshtein's rule carries out; other rules never choose them.
-        ahead: a pass that commits a block may read the next one, too.
+        ahead: a pass that commits a block may read the next one, too; ``Verdict.tokens`` are two blocks then.
         alternatives: most likely tokens reported beside each chosen one, where a row asks.
     """
 
@@ -128,28 +128,46 @@ class BlockDiffusion:
         canvas = canvas.at[:, : self.block].set(jnp.where(begun, memory.canvas, canvas[:, : self.block]))
         canvas = jnp.where(places < state.known[:, None], known, canvas)
         mask = jnp.broadcast_to(causal(width, self.block), (*canvas.shape, width))
-        past = state.active & self._past(state)
+        asks = state.active & self._commits(memory, canvas[:, : self.block], places[:, : self.block], state.known)
         # The second half is written behind rows that do not commit, too, where nothing reads it: there must be room.
         room = jnp.max(jnp.where(state.active, state.length, 0)) + width <= positions
-        wide = past & room & (2 * jnp.sum(past) >= jnp.sum(state.active))
+        wide = asks & room & (2 * jnp.sum(asks) >= jnp.sum(state.active))
         return Proposal(canvas, mask, jnp.where(wide, width, self.block), None)
 
     def accept(
         self, logits: Float[Array, "b w v"], proposal: Proposal, state: DecodeState, rows: SamplingRows
     ) -> Verdict:
         """What the pass decides, and whether that makes the block final."""
-        if logits.shape[1] == self.block:
-            return self._judged(logits, proposal.tokens, state, rows)
-        past = self._past(state)
-        behind = jnp.where(past, self.block, 0)
-        logits = jnp.where(past[:, None, None], logits[:, self.block :], logits[:, : self.block])
-        canvas = jnp.where(past[:, None], proposal.tokens[:, self.block :], proposal.tokens[:, : self.block])
-        verdict = self._judged(logits, canvas, dataclasses.replace(state, length=state.length + behind), rows)
-        return dataclasses.replace(verdict, advance=verdict.advance + behind)
+        w, canvas = self.block, proposal.tokens
+        one = self._judged(logits[:, :w], canvas[:, :w], state, rows)
+        if not self.ahead:
+            return one
+        shown = w - jnp.clip(state.known - state.length, 0, w)
+        if logits.shape[1] == w:
+            return joined(one, None, shown, self.mask_id)
+        # What a row commits stands before its next block from now on, unless its text ends there.
+        emitted = (jnp.arange(w) < one.count[:, None])[..., None]
+        stopped = jnp.any(emitted & (one.tokens[..., None] == rows.stop_ids[:, None, :]), axis=(1, 2))
+        over = stopped | (state.known + one.count >= rows.limit)
+        going = (proposal.count > w) & (one.advance == w) & ~over
+        text = with_block(state.tokens, canvas[:, :w], state.length)
+        behind = dataclasses.replace(
+            state, tokens=text, length=state.length + w, known=state.known + one.count, memory=one.memory
+        )
+        two = self._judged(logits[:, w:], canvas[:, w:], behind, rows)
+        nothing = dataclasses.replace(
+            two, tokens=jnp.full_like(two.tokens, self.mask_id), count=jnp.zeros_like(two.count),
+            advance=jnp.zeros_like(two.advance), memory=one.memory, tally=jnp.zeros_like(two.tally),
+        )  # fmt: skip
+        return joined(one, by_rows(going, two, nothing), shown, self.mask_id)
 
-    def _past(self, state: DecodeState) -> Bool[Array, " b"]:
-        """Rows whose block is all given: it is to be committed."""
-        return state.known - state.length >= self.block
+    def _commits(
+        self, memory: BlockMemory, canvas: Int[Array, "b w"], places: Int[Array, "b w"], known: Int[Array, " b"]
+    ) -> Bool[Array, " b"]:
+        """Rows whose block this pass may commit: all is given, or decided and looked at again for the first time."""
+        given = places < known[:, None]
+        decided = jnp.all(given | (canvas != self.mask_id), axis=1)
+        return jnp.all(given, axis=1) | (decided & (memory.post_steps == 0))
 
     def _judged(
         self, logits: Float[Array, "b w v"], canvas: Int[Array, "b w"], state: DecodeState, rows: SamplingRows
@@ -313,7 +331,6 @@ def strategy_of(decoding: Decoding, alternatives: int) -> BlockDiffusion:
         denoising_steps=decoding.denoising_steps,
         delete_id=decoding.delete_id,
         insert_id=decoding.insert_id,
-        ahead=decoding.edit_threshold >= NO_EDITS,  # a block that settles is committed by the pass that finds it so
         alternatives=alternatives,
     )
 

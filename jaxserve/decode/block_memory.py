@@ -5,6 +5,7 @@ Knows positions of a block and of a text. Knows no model and no rule.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TypeVar
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxserve.decode.levenshtein import History
 from jaxserve.decode.sampling import SamplingRows
+from jaxserve.decode.step import Verdict
 from jaxserve.decode.unmasking import BlockRows
 from jaxserve.pytree import pytree
 
@@ -73,6 +75,36 @@ def moved(leaf: Array, by: Int[Array, " b"], filler: int) -> Array:
     trailing = (...,) + (None,) * (leaf.ndim - 2)
     picked = jnp.take_along_axis(leaf, jnp.minimum(source, leaf.shape[1] - 1)[trailing], axis=1)
     return jnp.where((source < leaf.shape[1])[trailing], picked, jnp.asarray(filler, leaf.dtype))
+
+
+def joined(one: Verdict, two: Verdict | None, shown: Int[Array, " b"], filler: int) -> Verdict:
+    """The verdicts on two blocks of a row, one behind the other, as one.
+
+    Args:
+        two: nothing but fillers where a row has none; ``None`` where no row has one.
+        shown: positions of the first block that are not given: the second one's tokens come behind them.
+    """
+    w = one.tokens.shape[1]
+    places = jnp.arange(2 * w)
+    source = jnp.where(places < shown[:, None], places, w + places - shown[:, None])
+
+    def side_by_side(first: Array, second: Array | None, filler: int) -> Array:
+        blank = jnp.full_like(first, filler)
+        both = jnp.concatenate([first, blank if second is None else second, blank], axis=1)
+        return jnp.take_along_axis(both, source[(..., *(None,) * (first.ndim - 2))], axis=1)
+
+    tokens = side_by_side(one.tokens, None if two is None else two.tokens, filler)
+    if two is None:
+        scores = jax.tree.map(lambda a: side_by_side(a, None, 0), one.scores)
+        return dataclasses.replace(one, tokens=tokens, scores=scores)
+    return Verdict(
+        tokens=tokens,
+        count=one.count + two.count,
+        advance=one.advance + two.advance,
+        scores=jax.tree.map(lambda a, b: side_by_side(a, b, 0), one.scores, two.scores),
+        memory=two.memory,
+        tally=one.tally + two.tally,
+    )
 
 
 def by_rows(rows: Bool[Array, " b"], chosen: T, other: T) -> T:

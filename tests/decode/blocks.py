@@ -84,7 +84,7 @@ def fill(
     rows = sampling_rows(slots, limit=[len(one.prompt) + one.tokens for one in asked], **rows)
     filled = [Filled() for _ in asked]
     for dispatch in range(400):
-        pending, admit = np.zeros((slots, w), np.int32), np.zeros(slots, bool)
+        pending, admit = np.zeros((slots, strategy.widths[-1]), np.int32), np.zeros(slots, bool)
         for slot, one in enumerate(asked):
             if one.dispatch != dispatch:
                 continue
@@ -96,7 +96,7 @@ def fill(
             rest = one.prompt[lengths[slot] :]
             pending[slot, : len(rest)], admit[slot] = rest, True
             if again:
-                pending[slot] = (one.prompt + [0] * w)[:w]
+                pending[slot] = (one.prompt + [0] * 2 * w)[: pending.shape[1]]
         read = [0] * slots if again else lengths
         control = Control(
             keep=jnp.asarray(~admit),
@@ -109,13 +109,13 @@ def fill(
             graphdef, params, state, control, rows, jnp.int32(steps), strategy=strategy, max_steps=STEPS
         )
         for slot, one in enumerate(asked):
-            _read(filled[slot], one.prompt, strategy, log, slot)
+            _read(filled[slot], one.prompt, one.tokens, strategy, log, slot)
         if not state.active.any() and dispatch >= max(one.dispatch for one in asked):
             return filled, state
     raise AssertionError("a text does not end")
 
 
-def _read(filled: Filled, prompt: list[int], strategy: BlockDiffusion, log: Any, slot: int) -> None:
+def _read(filled: Filled, prompt: list[int], limit: int, strategy: BlockDiffusion, log: Any, slot: int) -> None:
     """Adds what a dispatch showed of a row; passes that only commit show masks alone."""
     tokens, counts, tally = (np.asarray(leaf) for leaf in (log.tokens, log.count, log.tally))
     for step in range(len(counts)):
@@ -123,10 +123,16 @@ def _read(filled: Filled, prompt: list[int], strategy: BlockDiffusion, log: Any,
             continue
         for name, value in zip(COLUMNS, tally[step, slot].tolist(), strict=True):
             filled.tally[name] += value
-        given = (len(prompt) + len(filled.text)) % strategy.block
-        shown = tokens[step, slot, : strategy.block - given].tolist()
-        if any(token != strategy.mask_id for token in shown):
-            filled.passes.append((prompt + filled.text)[len(prompt) + len(filled.text) - given :] + shown)
-        count = int(counts[step, slot])
-        filled.text += shown[:count]
-        filled.logprobs += np.asarray(log.scores.chosen)[step, slot, :count].tolist()
+        rest, count = tokens[step, slot].tolist(), int(counts[step, slot])
+        scores = np.asarray(log.scores.chosen)[step, slot].tolist()
+        while rest and len(filled.text) < limit:  # a pass may show the end of a block and the beginning of the next
+            given = (len(prompt) + len(filled.text)) % strategy.block
+            shown, rest = rest[: strategy.block - given], rest[strategy.block - given :]
+            if any(token != strategy.mask_id for token in shown):
+                filled.passes.append((prompt + filled.text)[len(prompt) + len(filled.text) - given :] + shown)
+            taken = min(count, len(shown))
+            filled.text, count = filled.text + shown[:taken], count - taken
+            filled.logprobs += scores[:taken]
+            scores = scores[len(shown) :]
+            if taken < len(shown):
+                break

@@ -265,6 +265,7 @@ def crowd():
             draw.integers(0, MASK, length).tolist(),
             tokens,
             {"rule": RULES.index(rule), "edit_threshold": edit, "max_post_steps": 3, "threshold": 0.4},
+            draft=draw.integers(0, MASK, tokens).tolist() if length % 5 == 1 else [],
         )
         for length, tokens, (rule, edit) in zip((1, 4, 6, 11, 15, 18), (19, 13, 22, 9, 16, 11), rules, strict=True)
     ]
@@ -297,7 +298,10 @@ def test_a_text_does_not_depend_on_its_company():
     assert [(one.text, one.passes) for one in again] == [(one.text, one.passes) for one in together]
     ahead = fill(family, params, dataclasses.replace(strategy, ahead=True), later, steps=2, **moved)[0]
     for at, one in zip(order, ahead, strict=True):
-        assert (one.passes, one.logprobs) == (together[at].passes, together[at].logprobs)
+        assert (one.text, one.passes, one.logprobs) == (together[at].text, together[at].passes, together[at].logprobs)
+        assert one.tally | {"passes": 0} == together[at].tally | {"passes": 0}
+    assert sum(one.tally["passes"] for one in ahead) < sum(one.tally["passes"] for one in together) - 5
+    assert sum(one.tally["predicted_rejected"] for one in together) > 5
     other = fill(family, params, strategy, requests, **(rows | {"seed": rows["seed"] + 1}))[0]
     assert [one.text == now.text for one, now in zip(other, together, strict=True)] == [True, *[False] * 3, True, False]
 
