@@ -22,7 +22,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.jax_device import JaxDevice
 from jaxserve.engine.metrics import Metrics
 from jaxserve.engine.programs import Programs
-from jaxserve.engine.request import Request, TokenLogprob
+from jaxserve.engine.request import Pass, Request, TokenLogprob
 from jaxserve.engine.scheduler import Policy
 from jaxserve.engine.work import Emitted
 from jaxserve.models.family import Family, family_of
@@ -192,6 +192,10 @@ class HashFlight:
         """One slot's part."""
         given = self.emitted[slot]
         return given if logprobs is not None else dataclasses.replace(given, logprobs=())
+
+    def passes(self, slot: int) -> tuple[Pass, ...]:  # noqa: ARG002
+        """It tells nothing of them."""
+        return ()
 
 
 class HashDevice:

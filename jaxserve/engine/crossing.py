@@ -70,6 +70,9 @@ class Stream:
             logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
             finish_reason=last.finish_reason,
             error=last.error,
+            account=last.account,
+            canvas=last.canvas,
+            passes=tuple(one for delta in deltas for one in delta.passes),
         )
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:

@@ -6,6 +6,7 @@ server's thread both call ``tick``. Knows no JAX: the device comes in as an argu
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import time
@@ -279,10 +280,13 @@ class Engine:
             if self._scheduler.has(running):
                 try:
                     emitted[slot] = log.of(slot, running.request.sampling.logprobs)
+                    if running.request.traced:
+                        emitted[slot] = dataclasses.replace(emitted[slot], passes=log.passes(slot))
                 except Exception as fault:  # noqa: BLE001 - the step itself went well
                     said += self._blame(running, fault)
         if len(emitted) > 1 and not any(one.finite for one in emitted.values()):
             raise NothingFinite
+        self.metrics.count_passes(self.plan.decodes, [one.account for one in emitted.values()])
         since = {slot: running.last_token for slot, running in work.slots}
         deltas = self._scheduler.deliver(work, emitted, self.beat)
         for running, delta in deltas:
@@ -357,6 +361,9 @@ class Engine:
 
     def _account(self, running: Running, reason: FinishReason, *, clean: bool = False) -> None:
         self.metrics.finished.labels(reason.value).inc()
+        if clean and running.account.passes:
+            each = len(running.generated) / running.account.passes
+            self.metrics.tokens_per_pass.labels(self.plan.decodes).observe(each)
         self.metrics.request_time.observe(self.clock() - running.arrived)
         if running.slot >= 0:
             self.device.clear(running.pool, running.slot)

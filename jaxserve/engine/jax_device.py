@@ -16,7 +16,7 @@ from jaxserve.decode.step import Emission
 from jaxserve.decode.tally import COLUMNS
 from jaxserve.engine.device import Admission, Flight, Progress
 from jaxserve.engine.programs import CompileWatch, Programs
-from jaxserve.engine.request import Account, Request, SamplingParams, TokenLogprob
+from jaxserve.engine.request import Account, Pass, Request, SamplingParams, TokenLogprob
 from jaxserve.engine.rows import RowTable
 from jaxserve.engine.work import Emitted
 from jaxserve.plan import Chunk, Plan
@@ -45,15 +45,27 @@ class JaxLog:
                 scores.append(TokenLogprob(token, chosen, tuple(zip(ids, values, strict=True))))
         counts = dict(zip(COLUMNS, log.tally[:, slot].sum(axis=0).tolist(), strict=True))
         finite = bool(log.finite[:, slot].all())
-        return Emitted(tuple(tokens), tuple(scores), finite, Account(**counts), self._canvas(slot))
+        return Emitted(tuple(tokens), tuple(scores), finite, Account(**counts), self._canvas(slot, self._ran(slot) - 1))
 
-    def _canvas(self, slot: int) -> tuple[int, ...]:
-        """What a block looks like behind the last of the slot's passes, if that one finished none."""
+    def passes(self, slot: int) -> tuple[Pass, ...]:
+        """What each of the slot's passes did."""
+        log, found = self.emission, []
+        for step in range(self._ran(slot)):
+            tokens = tuple(log.tokens[step, slot, : log.count[step, slot]].tolist())
+            account = Account(**dict(zip(COLUMNS, log.tally[step, slot].tolist(), strict=True)))
+            found.append(Pass(tokens, account, self._canvas(slot, step)))
+        return tuple(found)
+
+    def _ran(self, slot: int) -> int:
+        """Passes of the slot: one step after the other, from the first on."""
+        return int(self.emission.tally[:, slot, COLUMNS.index("passes")].sum())
+
+    def _canvas(self, slot: int, step: int) -> tuple[int, ...]:
+        """What a block looks like behind a pass, if that one finished none."""
         log = self.emission
-        ran = int(log.tally[:, slot, COLUMNS.index("passes")].sum())  # one step after the other, from the first on
-        if ran == 0 or log.tokens.shape[2] == 1 or log.count[ran - 1, slot]:
+        if step < 0 or log.tokens.shape[2] == 1 or log.count[step, slot]:
             return ()
-        return tuple(log.tokens[ran - 1, slot].tolist())
+        return tuple(log.tokens[step, slot].tolist())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -114,6 +114,8 @@ class Launch:
             failure=lambda: engine.failure,
             degraded=lambda: engine.degraded,
             native_kernels=is_native(model.plan),
+            decoding=model.family.decoding,
+            drafts=model.plan.widths[-1] - 1 if model.family.decoding is None else 0,
         )
 
 

@@ -21,13 +21,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxserve.errors import InvalidRequest, ModelNotFound
-from jaxserve.server import openapi, params, prompts, wire
+from jaxserve.server import openapi, parallel, params, prompts, wire
+from jaxserve.server.account import Updates, usage
 from jaxserve.server.admission import Place
 from jaxserve.server.generation import Generation, Job
 from jaxserve.server.parse import parse
 from jaxserve.server.service import ServedModel, Service
 from jaxserve.server.shapes import ChatShape, CompletionShape, Envelope, GenerateShape, MaybeUsage, Shape
-from jaxserve.server.sse import EventStream, attended
+from jaxserve.server.sse import EventStream, Named, attended
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Plan:
     stream: bool
     usage_at_end: bool
     usage_always: bool
+    envelope: Envelope | None = None
 
 
 # --- generating -------------------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ class Endpoints:
         charge.begin(lambda: generation.generated)
         if plan.stream:
             return EventStream(
-                _events(plan, generation, request),
+                _events(plan, generation, model, request),
                 close=generation.cancel,
                 ping=service.config.sse_ping_s,
                 running=service.running,
@@ -85,7 +87,8 @@ class Endpoints:
             outputs = await attended(request.receive, generation.collect(), service.running)
         finally:
             generation.cancel()
-        return _json(plan.shape.whole(outputs, _usage(generation, request)))
+        _note(generation, request)
+        return _json(plan.shape.whole(outputs, usage(generation, job.asked, model, last=True)))
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
@@ -144,19 +147,26 @@ class Endpoints:
         return Response(openapi.encoded(self._service.config), media_type="application/json")
 
 
-async def _events(plan: Plan, generation: Generation, request: Request) -> AsyncGenerator[msgspec.Struct, None]:
+async def _events(
+    plan: Plan, generation: Generation, model: ServedModel, request: Request
+) -> AsyncGenerator[msgspec.Struct | Named, None]:
     not_due: MaybeUsage = None if plan.usage_at_end else msgspec.UNSET
-    opened = False
+    asked, updates, opened = plan.job.asked, Updates(model, plan.envelope), False
     async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
-            usage = _usage(generation, request)
+            _note(generation, request)
             if not opened:
                 opened = True
                 for event in plan.shape.opening(len(generation), not_due):
                     yield event
-            yield plan.shape.chunk(piece, usage if plan.usage_always else not_due)
+            if piece.says:
+                last = piece.finish_reason is not None and not plan.usage_at_end
+                due = usage(generation, asked, model, last=last) if plan.usage_always else not_due
+                yield plan.shape.chunk(piece, due)
+            if piece.canvas:
+                yield Named("block.update", updates.of(piece))
     if plan.usage_at_end:
-        for event in plan.shape.closing(_usage(generation, request)):
+        for event in plan.shape.closing(usage(generation, asked, model, last=True)):
             yield event
 
 
@@ -172,11 +182,9 @@ def _deadline(request: Request) -> float | None:
     return None if timeout is None else arrived + timeout
 
 
-def _usage(generation: Generation, request: Request) -> wire.Usage:
-    """Tokens so far; noted for the access log, too."""
-    read, written = generation.prompt_tokens, generation.completion_tokens
-    request.scope["state"]["tokens"] = (read, written)
-    return wire.Usage(read, written, read + written)
+def _note(generation: Generation, request: Request) -> None:
+    """Tokens so far, for the access log."""
+    request.scope["state"]["tokens"] = (generation.prompt_tokens, generation.completion_tokens)
 
 
 def _json(body: Any, status: int = 200) -> Response:
@@ -201,7 +209,7 @@ def _plan_completion(body: bytes, model: ServedModel, service: Service) -> Plan:
     read = prompts.completion_prompts(wanted.prompt, model, service.config)
     job = _fill(draft, wanted, read, model, service)
     shape = CompletionShape(_envelope(job, model), model.tokenizer, logprobs=job.sampling.logprobs)
-    return _openai_plan(wanted, job, shape)
+    return _openai_plan(wanted, job, shape, model)
 
 
 def _plan_chat(body: bytes, model: ServedModel, service: Service) -> Plan:
@@ -212,7 +220,7 @@ def _plan_chat(body: bytes, model: ServedModel, service: Service) -> Plan:
         _fill(draft, wanted, (read,), model, service), continues=bool(wanted.continue_final_message)
     )
     shape = ChatShape(_envelope(job, model), model.tokenizer, logprobs=job.sampling.logprobs is not None)
-    return _openai_plan(wanted, job, shape)
+    return _openai_plan(wanted, job, shape, model)
 
 
 def _draft(kind: str, wanted: wire.SamplingFields, model: ServedModel, service: Service) -> Job:
@@ -223,7 +231,10 @@ def _draft(kind: str, wanted: wire.SamplingFields, model: ServedModel, service: 
     n = params.choices_per_prompt(wanted, service.config)
     stop = params.stop_strings(wanted.stop, service.config)
     sampling = params.sampling_params(wanted, model.engine.limits, model.defaults)
-    return Job(f"{kind}-{uuid.uuid4().hex}", (), sampling, n, stop)
+    asked = parallel.asked(wanted, model)
+    if asked.candidates > 1:
+        raise InvalidRequest("'parallel.candidates' is not supported.", param="parallel.candidates")
+    return Job(f"{kind}-{uuid.uuid4().hex}", (), sampling, n, stop, asked=asked)
 
 
 def _fill(
@@ -242,9 +253,10 @@ def _envelope(job: Job, model: ServedModel) -> Envelope:
     return Envelope(job.id, int(time.time()), model.id, model.fingerprint)
 
 
-def _openai_plan(wanted: wire.SamplingFields, job: Job, shape: Shape) -> Plan:
+def _openai_plan(wanted: wire.SamplingFields, job: Job, shape: Shape, model: ServedModel) -> Plan:
     options = wanted.stream_options or wire.StreamOptions()
-    return Plan(job, shape, bool(wanted.stream), bool(options.include_usage), bool(options.continuous_usage_stats))
+    at_end, always = bool(options.include_usage), bool(options.continuous_usage_stats)
+    return Plan(job, shape, bool(wanted.stream), at_end, always, _envelope(job, model))
 
 
 def _tokenize(body: bytes, model: ServedModel, service: Service) -> wire.TokenizeResponse:

@@ -12,12 +12,23 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
-from jaxserve.engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from jaxserve.engine.request import (
+    NOTHING,
+    Account,
+    Delta,
+    FinishReason,
+    Pass,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from jaxserve.errors import DeadlineExceeded, EngineError, Overloaded, ShuttingDown
+from jaxserve.server.parallel import ASKED_NOTHING, Asked
 from jaxserve.server.service import Engine, ServedModel, Stream
 from jaxserve.text.detokenize import Detokenizer
 
 MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
+MOST_TRACED = 512  # passes of a choice that are told of
 _LOOK_AGAIN = 0.25  # seconds after which a choice that found no room tries again
 
 
@@ -34,6 +45,7 @@ class Job:
         continues: the output goes on from the prompt's text, so a space at its start is a real one.
         tenant: on whose behalf.
         deadline: when the client gives up, on the monotonic clock.
+        asked: of parallel generation.
     """
 
     id: str
@@ -44,6 +56,7 @@ class Job:
     continues: bool = True
     tenant: str = ""
     deadline: float | None = None
+    asked: Asked = ASKED_NOTHING
 
     def requests(self) -> list[Request]:
         """One engine request a choice, the choices of a prompt side by side."""
@@ -53,7 +66,19 @@ class Job:
                 seed = None if self.sampling.seed is None else (self.sampling.seed + i) % 2**63
                 sampling = dataclasses.replace(self.sampling, seed=seed)
                 name = f"{self.id}-{len(requests)}"
-                requests.append(Request(name, prompt, sampling, self.deadline, self.tenant))
+                requests.append(
+                    Request(
+                        name,
+                        prompt,
+                        sampling,
+                        self.deadline,
+                        self.tenant,
+                        draft=self.asked.draft,
+                        settings=self.asked.settings,
+                        provisional=self.asked.provisional,
+                        traced=self.asked.trace != "none",
+                    )
+                )
         return requests
 
 
@@ -69,13 +94,23 @@ class Token:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """What was added to a choice. ``completion_tokens`` counts the choice's tokens so far."""
+    """What was added to a choice. ``completion_tokens`` counts the choice's tokens so far.
+
+    ``canvas`` is what its next tokens look like so far, in its ``block``-th block; for those who asked.
+    """
 
     index: int
     text: str
     tokens: tuple[Token, ...]
     finish_reason: str | None
     completion_tokens: int
+    canvas: tuple[int, ...] = ()
+    block: int = 0
+
+    @property
+    def says(self) -> bool:
+        """Whether anything of it is final."""
+        return bool(self.text or self.tokens or self.finish_reason)
 
 
 class LateStream:
@@ -141,6 +176,8 @@ class Choice:
         self.stream = stream
         self.completion_tokens = 0
         self.finish_reason: str | None = None
+        self.account = NOTHING
+        self.passes: list[Pass] = []
         self._detokenizer = detokenizer
         self._by_token = by_token
 
@@ -154,7 +191,7 @@ class Choice:
         try:
             async for delta in self.stream:
                 piece = self.take(delta)
-                if piece.text or piece.tokens or piece.finish_reason:
+                if piece.says or piece.canvas:
                     yield piece
                 if self.finish_reason is not None:
                     return
@@ -168,6 +205,9 @@ class Choice:
             raise delta.error or EngineError("The engine failed on this request.")
         if delta.finish_reason is FinishReason.CANCELLED:
             raise ShuttingDown("The server ended this request.")
+        if delta.account is not NOTHING:
+            self.account = delta.account
+        self.passes += delta.passes[: MOST_TRACED - len(self.passes)]
         ended_by_token = delta.finish_reason is FinishReason.STOP
         shown = delta.tokens[:-1] if ended_by_token else delta.tokens
         text, offsets = self._push(shown)
@@ -179,7 +219,8 @@ class Choice:
         if self._detokenizer.stopped:
             self.finish_reason = "stop"
         tokens = tuple(map(_token, delta.logprobs, offsets))
-        return Piece(self.index, text, tokens, self.finish_reason, self.completion_tokens)
+        canvas = delta.canvas if self.finish_reason is None else ()
+        return Piece(self.index, text, tokens, self.finish_reason, self.completion_tokens, canvas, self.account.blocks)
 
     def _push(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """The text of ``ids``, and for each of them where its text begins; none after one that completes a stop string.
@@ -263,6 +304,16 @@ class Generation:
     def generated(self) -> int:
         """Tokens that the engine has made so far, whether or not they were read."""
         return sum(choice.generated for choice in self._choices)
+
+    @property
+    def account(self) -> Account:
+        """What it took so far."""
+        return sum((choice.account for choice in self._choices), NOTHING)
+
+    @property
+    def passes(self) -> list[list[Pass]]:
+        """What each pass did, choice by choice, as far as that is told."""
+        return [choice.passes for choice in self._choices]
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The pieces of all choices as they come; the first error ends them all."""

@@ -16,7 +16,8 @@ import msgspec
 
 from jaxserve import __version__, errors
 from jaxserve.config import ServerConfig
-from jaxserve.server import wire
+from jaxserve.server import parallel, wire
+from jaxserve.server.extensions import BlockUpdate
 from jaxserve.server.keys import Scope
 from jaxserve.server.openai import HTTP_REFUSALS, TABLE
 from jaxserve.server.params import (
@@ -157,7 +158,9 @@ def document(config: ServerConfig) -> dict[str, Any]:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation)
     kinds = {kind: None for operation in OPERATIONS for kind in (operation.takes, operation.gives, operation.events)}
     structs = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
-    _, schemas = msgspec.json.schema_components([*structs, wire.ErrorResponse], ref_template=_SCHEMAS + "{name}")
+    _, schemas = msgspec.json.schema_components(
+        [*structs, BlockUpdate, wire.ErrorResponse], ref_template=_SCHEMAS + "{name}"
+    )
     for name, schema in schemas.items():
         schema["description"] = schema.get("description", "").replace("``", "`")
         _narrow(name, schema["properties"], config)
@@ -225,12 +228,16 @@ def _success(operation: Operation) -> dict[str, Any]:
         content = {_JSON: {"schema": _schema(operation.gives)}}
     if operation.events is not None:
         name = operation.events.__name__
-        schema = {"anyOf": [_schema(operation.events), _schema(wire.ErrorResponse)]}
+        kinds = (operation.events, BlockUpdate, wire.ErrorResponse)
+        schema = {"anyOf": [_schema(kind) for kind in kinds]}
         event = {"type": "string", "contentMediaType": _JSON, "contentSchema": schema}
         data = {"anyOf": [{"const": "[DONE]"}, event]}
         content[_EVENTS] = {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
         description += f" With `stream`, events whose data is a `{name}` each, and `[DONE]` at the end;"
-        description += " an error that comes later is a last event with an `ErrorResponse`."
+        description += (
+            " an error that comes later is a last event with an `ErrorResponse`. Who asks for provisional text"
+        )
+        description += f" gets events of the type `block.update`, too, whose data is a `{BlockUpdate.__name__}`."
     return {"description": description, "headers": _HEADERS, "content": content}
 
 
@@ -293,6 +300,13 @@ def _narrow(name: str, properties: dict[str, Any], config: ServerConfig) -> None
         properties["role"]["enum"] = list(ROLES)
     if name == "ContentPart":
         properties["type"]["enum"] = ["text"]
+    if name == "Prediction":
+        properties["type"]["enum"] = ["content"]
+    if name == "Parallel":
+        for field, words in parallel.WORDS.items():
+            properties[field] = {"enum": [None, *words], "default": None}
+        for field, (low, high) in parallel.RANGES.items():
+            properties[field]["anyOf"][0] |= {"minimum": low, "maximum": high}
     bounds = _bounds(name, config) if name.endswith("Request") else {}
     for field, schema in properties.items():
         if bounds and field in UNSERVED:

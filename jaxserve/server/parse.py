@@ -68,9 +68,12 @@ def _wrong_field(message: str) -> InvalidRequest:
 
 
 def param_of(path: str) -> str:
-    """The name OpenAI would give as ``param``: the whole path within ``messages``, else the top-level field."""
+    """The name OpenAI would give as ``param``: the whole path within ``messages``, else the top-level field.
+
+    Within what is not OpenAI's it is the whole path, too.
+    """
     path = path.replace("[...]", "")
-    return path if path.startswith("messages[") else re.split(r"[.\[]", path, maxsplit=1)[0]
+    return path if path.startswith(("messages[", "parallel.")) else re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
 def _not_json(body: bytes) -> InvalidRequest:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from jaxserve.config import AuthConfig, ServerConfig
 from jaxserve.engine.request import Delta, FinishReason, Limits, Request, SamplingParams
 from jaxserve.errors import JaxserveError, NotReady, Overloaded, ShuttingDown, Unauthenticated
+from jaxserve.models.decoding import Decoding
 from jaxserve.server.admission import Admission
 from jaxserve.server.audit import AuditLog
 from jaxserve.server.auth import Access
@@ -108,6 +109,8 @@ class ServedModel:
         failure: why the engine has given up, if it has.
         degraded: whether its numbers can't be trusted any more.
         native_kernels: whether products in C++ compute a part of it.
+        decoding: how it fills in text; ``None`` where it continues it token by token.
+        drafts: most tokens that are drafted ahead in a pass; 0 where none are.
     """
 
     id: str
@@ -122,6 +125,8 @@ class ServedModel:
     failure: Callable[[], JaxserveError | None] = _no_failure
     degraded: Callable[[], bool] = _never_degraded
     native_kernels: bool = False
+    decoding: Decoding | None = None
+    drafts: int = 0
 
     @property
     def max_model_len(self) -> int:

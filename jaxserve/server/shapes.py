@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -43,6 +43,10 @@ class Envelope:
     created: int
     model: str
     fingerprint: str | None
+
+    def names(self) -> dict[str, Any]:
+        """What an event that is no chunk repeats, too."""
+        return {"id": self.id, "created": self.created, "model": self.model}
 
     def around(self, kind: Callable[..., Struct], choices: Sequence[Struct], usage: MaybeUsage) -> Struct:
         """An answer or chunk of a ``kind`` of ``wire`` with these choices."""

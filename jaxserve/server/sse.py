@@ -7,6 +7,7 @@ an ordinary answer with its status; one after it is a last event ``data: {"error
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -20,6 +21,15 @@ from jaxserve.server.openai import error_body, error_object
 from jaxserve.server.service import Running
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Named:
+    """An event of a type of its own; the others are plain messages."""
+
+    name: str
+    data: msgspec.Struct
+
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -72,7 +82,12 @@ class EventStream:
     """
 
     def __init__(
-        self, events: AsyncGenerator[msgspec.Struct, None], *, close: Callable[[], None], ping: float, running: Running
+        self,
+        events: AsyncGenerator[msgspec.Struct | Named, None],
+        *,
+        close: Callable[[], None],
+        ping: float,
+        running: Running,
     ) -> None:
         self._events = events
         self._close = close
@@ -102,7 +117,10 @@ class EventStream:
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    await self._send(send, b"data: " + encode(event) + b"\n\n")
+                    name, data = b"", event
+                    if isinstance(event, Named):
+                        name, data = b"event: " + event.name.encode() + b"\n", event.data
+                    await self._send(send, name + b"data: " + encode(data) + b"\n\n")
             await self._send(send, b"data: [DONE]\n\n", last=True)
         finally:
             pinger.cancel()

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
+from jaxserve.server.extensions import Parallel, ParallelDetails
+
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
@@ -19,6 +21,20 @@ class StreamOptions(Struct, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class ContentPart(Struct, frozen=True):
+    """A piece of a message's content; only parts of the type ``text`` are served."""
+
+    type: str
+    text: str | None = None
+
+
+class Prediction(Struct, frozen=True):
+    """What the caller guesses the output to be, as OpenAI has it; the type is ``content``."""
+
+    type: str
+    content: str | list[ContentPart]
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True):
@@ -41,6 +57,8 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    parallel: Parallel | None = None
+    prediction: Prediction | None = None
     # Not served: present and not null is refused, because dropping it would silently answer another question.
     allowed_token_ids: Any = None
     bad_words: Any = None
@@ -73,13 +91,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     suffix: Any = None
-
-
-class ContentPart(Struct, frozen=True):
-    """A piece of a message's content; only parts of the type ``text`` are served."""
-
-    type: str
-    text: str | None = None
 
 
 class Message(Struct, frozen=True, omit_defaults=True):
@@ -159,12 +170,23 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    """What became of a ``prediction``: OpenAI's names. Rejected tokens are no part of ``completion_tokens`` here."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Struct, frozen=True):
-    """Tokens read and tokens generated; the stop token counts as generated."""
+    """Tokens read and tokens generated; the stop token counts as generated. Details are there if they were asked for,
+    or if tokens were decided in parallel.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    parallel_details: ParallelDetails | UnsetType = UNSET
 
 
 class GenerateResponse(Struct, frozen=True, kw_only=True):
