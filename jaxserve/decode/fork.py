@@ -48,6 +48,7 @@ def _copied_piece(leaf: Array, source: Int[Array, ""], target: Int[Array, ""], i
     """A last piece that would pass the end overlaps the one before it."""
     size = -(-leaf.shape[2] // PIECES)
     at = jnp.minimum(index * size, leaf.shape[2] - size)
-    rest = (0, at, *(0,) * (leaf.ndim - 3))
-    piece = jax.lax.dynamic_slice(leaf, (source, *rest), (1, leaf.shape[1], size, *leaf.shape[3:]))
-    return jax.lax.dynamic_update_slice(leaf, piece, (target, *rest))
+    row = jax.lax.dynamic_slice_in_dim(leaf, source, 1, axis=0)
+    piece = jax.lax.dynamic_slice_in_dim(row, at, size, axis=2)
+    zero = jnp.zeros_like(at)
+    return jax.lax.dynamic_update_slice(leaf, piece, (target, zero, at, *(zero,) * (leaf.ndim - 3)))

@@ -233,9 +233,9 @@ class Engine:
             self.device.scrub(*self._unclean.pop())
         for chunk in tick.prefills:
             self._prefill(chunk)
-        for work in tick.runs:
         for fork in tick.forks:
             self._fork(fork)
+        for work in tick.runs:
             said += self._admit(work)
             slots = [slot for slot, running in work.slots if self._scheduler.has(running)]
             self._in_flight.append((work, self.device.run(work.pool, slots, work.steps)))
@@ -248,7 +248,6 @@ class Engine:
         if not running.restarts:
             self.metrics.prompt_tokens.inc(chunk.count)
 
-    def _admit(self, work: RunWork) -> list[tuple[str, Delta]]:
     def _fork(self, work: ForkWork) -> None:
         running = work.running
         self.device.fork(running.pool, work.source.slot, running.slot)
@@ -256,6 +255,7 @@ class Engine:
         if not running.restarts:
             self.metrics.shared_tokens.inc(self.plan.pools[running.pool].read(len(running.request.prompt)))
 
+    def _admit(self, work: RunWork) -> list[tuple[str, Delta]]:
         said = []
         for running in work.admitted:
             request = running.request

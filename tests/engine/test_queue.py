@@ -21,6 +21,7 @@ def anybody(running: Running) -> bool:
 
 def seat(queue: Queue, running: Running) -> None:
     queue.take(running)
+    queue.read(running)
     running.slot = 0
 
 

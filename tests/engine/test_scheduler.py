@@ -313,3 +313,48 @@ def test_wrong_prompts_are_refused(prompt):
     with pytest.raises(InvalidRequest) as caught:
         check(Request("a", prompt), scheduler().limits)
     assert caught.value.param == "prompt"
+
+
+def in_group(tenant: str, name: str, prompt: int = 40) -> Request:
+    return dataclasses.replace(of(tenant, name, prompt=prompt), group=f"{tenant}-group")
+
+
+def test_a_prompt_that_another_one_reads_is_copied_and_costs_its_tenant_nothing():
+    machine = scheduler(Pool(4, 64), policy=Policy(4, 100, 60, 600, 0))
+    for index in range(3):
+        machine.submit(in_group("ann", f"a{index}"), seed=index, now=float(index))
+    machine.submit(of("bob", "b", prompt=40), seed=0, now=3.0)
+    ticks = [machine.schedule(4.0 + turn) for turn in range(4)]
+    read = [[work.running.request.id for work in tick.prefills] for tick in ticks]
+    assert {name for names in read for name in names} == {"a0", "b"}
+    copies = [[(work.source.request.id, work.running.request.id) for work in tick.forks] for tick in ticks]
+    (turn,) = [turn for turn, copied in enumerate(copies) if copied]
+    assert copies[turn] == [("a0", "a1"), ("a0", "a2")]
+    (run,) = ticks[turn].runs
+    assert [one.request.id for one in run.admitted] == ["a0", "a1", "a2"]
+    assert machine._queue._service == {"ann": 40, "bob": 40}
+
+
+def test_who_inherits_the_reading_pays_for_it():
+    machine = scheduler(Pool(4, 64), policy=Policy(4, 100, 60, 600, 0))
+    for index in range(3):
+        machine.submit(in_group("ann", f"a{index}"), seed=index, now=float(index))
+    machine.submit(of("bob", "b"), seed=0, now=3.0)
+    machine.schedule(4.0)
+    machine.cancel("a0")
+    tick = machine.schedule(5.0)
+    assert {work.running.request.id for work in tick.prefills} >= {"a1"}
+    assert machine._queue._service == {"ann": 80, "bob": 5}
+    while not tick.forks:
+        tick = machine.schedule(6.0)
+    assert [(work.source.request.id, work.running.request.id) for work in tick.forks] == [("a1", "a2")]
+
+
+def test_who_waits_for_a_reader_has_deadlines_of_its_own():
+    machine = scheduler(Pool(4, 64))
+    machine.submit(in_group("ann", "a0"), seed=0, now=0.0)
+    machine.submit(dataclasses.replace(in_group("ann", "a1"), deadline=2.0), seed=0, now=0.0)
+    machine.schedule(1.0)
+    ended = machine.schedule(3.0).ended
+    assert [(one.request.id, type(delta.error)) for one, delta in ended] == [("a1", DeadlineExceeded)]
+    assert not any(machine.schedule(4.0).forks for _ in range(3))
