@@ -146,7 +146,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_timeout_s: Annotated[Seconds, means("how long an idle connection is kept")] = 30.0
     write_timeout_s: Annotated[Seconds, means("a client that takes nothing for this long is cut off")] = 30.0
     sse_ping_s: Annotated[Seconds, means("a silent stream gets a comment line this often")] = 15.0
-    max_n: Annotated[int, Meta(ge=1, le=128), means("most choices (`n`) of a request")] = 8
+    max_n: Annotated[int, Meta(ge=1, le=128), means("most choices (`n`, `best_of`) of a request")] = 8
     max_prompts: Annotated[int, Meta(ge=1, le=1024), means("most prompts of a completion request")] = 32
     max_choices: Annotated[int, Meta(ge=1, le=4096), means("most prompts times `n` of one HTTP request")] = 64
     max_stop_strings: Annotated[int, Meta(ge=1, le=64), means("most `stop` strings of a request")] = 4

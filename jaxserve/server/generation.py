@@ -41,6 +41,7 @@ class Job:
         prompts: token ids of each prompt.
         sampling: the parameters of every prompt; with a seed, choice ``i`` of a prompt gets ``seed + i``.
         n: choices of each prompt.
+        best_of: so many are generated of each prompt, of which the best are given; 0 is ``n``.
         stop: strings that end a choice.
         continues: the output goes on from the prompt's text, so a space at its start is a real one.
         tenant: on whose behalf.
@@ -57,14 +58,23 @@ class Job:
     tenant: str = ""
     deadline: float | None = None
     asked: Asked = ASKED_NOTHING
+    best_of: int = 0
+
+    @property
+    def tried(self) -> int:
+        """Choices that are generated of each prompt."""
+        return max(self.n, self.best_of)
 
     def requests(self) -> list[Request]:
         """One engine request a choice, the choices of a prompt side by side."""
         requests: list[Request] = []
-        for prompt in self.prompts:
-            for i in range(self.n):
+        logprobs = self.sampling.logprobs
+        if logprobs is None and self.tried > self.n:
+            logprobs = 0  # they decide
+        for index, prompt in enumerate(self.prompts):
+            for i in range(self.tried):
                 seed = None if self.sampling.seed is None else (self.sampling.seed + i) % 2**63
-                sampling = dataclasses.replace(self.sampling, seed=seed)
+                sampling = dataclasses.replace(self.sampling, seed=seed, logprobs=logprobs)
                 name = f"{self.id}-{len(requests)}"
                 requests.append(
                     Request(
@@ -77,6 +87,7 @@ class Job:
                         settings=self.asked.settings,
                         provisional=self.asked.provisional,
                         traced=self.asked.trace != "none",
+                        group=f"{self.id}-{index}" if self.tried > 1 else "",
                     )
                 )
         return requests
@@ -176,6 +187,7 @@ class Choice:
         self.stream = stream
         self.completion_tokens = 0
         self.finish_reason: str | None = None
+        self.logprob = 0.0
         self.account = NOTHING
         self.passes: list[Pass] = []
         self._detokenizer = detokenizer
@@ -211,6 +223,7 @@ class Choice:
         ended_by_token = delta.finish_reason is FinishReason.STOP
         shown = delta.tokens[:-1] if ended_by_token else delta.tokens
         text, offsets = self._push(shown)
+        before = self.completion_tokens
         self.completion_tokens += len(offsets)
         if delta.finish_reason is not None and not self._detokenizer.stopped:
             text += self._detokenizer.finish()
@@ -218,6 +231,7 @@ class Choice:
             self.finish_reason = str(delta.finish_reason)
         if self._detokenizer.stopped:
             self.finish_reason = "stop"
+        self.logprob += sum(entry.logprob for entry in delta.logprobs[: self.completion_tokens - before])
         tokens = tuple(map(_token, delta.logprobs, offsets))
         canvas = delta.canvas if self.finish_reason is None else ()
         return Piece(self.index, text, tokens, self.finish_reason, self.completion_tokens, canvas, self.account.blocks)
@@ -259,6 +273,7 @@ class Generation:
 
     def __init__(self, job: Job, choices: list[Choice]) -> None:
         self.prompt_tokens = sum(map(len, job.prompts))
+        self._job = job
         self._choices = choices
 
     @classmethod
@@ -326,14 +341,27 @@ class Generation:
                 yield piece
 
     async def collect(self) -> list[Output]:
-        """Runs to the end."""
+        """Runs to the end; of the choices of each prompt the best come first, and no more than were asked for."""
         outputs = [Output(choice.index) for choice in self._choices]
         async for piece in self.pieces():
             output = outputs[piece.index]
             output.text += piece.text
             output.tokens += piece.tokens
             output.finish_reason = piece.finish_reason
-        return outputs
+        n, tried = self._job.n, self._job.tried
+        if tried == n:
+            return outputs
+        best = [
+            index
+            for first in range(0, len(outputs), tried)
+            for index in sorted(range(first, first + tried), key=self._surprise)[:n]
+        ]
+        return [dataclasses.replace(outputs[index], index=place) for place, index in enumerate(best)]
+
+    def _surprise(self, index: int) -> float:
+        """How unlikely the model finds a choice: nats a token."""
+        choice = self._choices[index]
+        return -choice.logprob / max(choice.completion_tokens, 1)
 
 
 async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:

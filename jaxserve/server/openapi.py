@@ -327,6 +327,7 @@ def _bounds(name: str, config: ServerConfig) -> dict[str, dict[str, Any]]:
         "max_completion_tokens": {"minimum": 1},
         "min_tokens": {"minimum": 0},
         "n": {"minimum": 1, "maximum": 1 if name == "GenerateRequest" else config.max_n},
+        "best_of": {"minimum": 1, "maximum": config.max_n},
         "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
         "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
         "logit_bias": {"propertyNames": {"pattern": "^[0-9]{1,10}$"}, "additionalProperties": bias},

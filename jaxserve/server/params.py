@@ -183,14 +183,24 @@ def stop_strings(stop: str | list[str] | None, config: ServerConfig) -> tuple[st
 
 
 def choices_per_prompt(request: wire.SamplingFields, config: ServerConfig) -> int:
-    """``n``, checked; ``best_of`` may only repeat it."""
+    """``n``, checked."""
     n = getattr(request, "n", None)
     if n is not None:
         check_range("n", n, 1, 1 if isinstance(request, wire.GenerateRequest) else config.max_n)
-    best_of = getattr(request, "best_of", None)
-    if best_of is not None and best_of != (n or 1):
-        raise InvalidRequest("'best_of' is not supported unless it equals 'n'.", param="best_of")
     return n or 1
+
+
+def choices_to_try(request: wire.SamplingFields, n: int, config: ServerConfig) -> int:
+    """``best_of``, checked: how many choices are generated of each prompt, of which the best ``n`` are given."""
+    best_of = getattr(request, "best_of", None)
+    if best_of is None:
+        return n
+    check_range("best_of", best_of, n, max(n, config.max_n))
+    if request.stream and best_of > n:
+        raise InvalidRequest(
+            "'best_of' must equal 'n' in a stream: which are best is known in the end.", param="best_of"
+        )
+    return int(best_of)
 
 
 def check_streaming(request: wire.SamplingFields) -> None:

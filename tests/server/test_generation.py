@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxserve.engine.request import Delta, FinishReason, SamplingParams
+from jaxserve.engine.request import Delta, FinishReason, SamplingParams, TokenLogprob
 from jaxserve.errors import DeadlineExceeded, EngineError, NumericalError, Overloaded, ShuttingDown
 from jaxserve.server.generation import Generation, Job
 
@@ -284,3 +284,46 @@ def test_what_nobody_came_to_read_was_made_all_the_same(model, engine):
     outputs, whole = collected(job(stop=("xxx",)), model)
     assert outputs[0].finish_reason == "stop"
     assert whole.generated == whole.completion_tokens == 3
+
+
+def test_the_best_are_given_and_all_are_counted(model, engine, monkeypatch):
+    """By the mean log-probability of a choice's own tokens, the one that ends it too."""
+
+    def unlike(token: int, request) -> TokenLogprob:
+        return TokenLogprob(token, -(token * 7919 % 101) / 50)
+
+    monkeypatch.setattr(engine, "_logprob", unlike)
+    for stop in ((), ("a",)):
+        tried, everyone = collected(job(n=6, stop=stop, logprobs=0), model)
+        (end,) = model.tokenizer.encode("<|im_end|>", add_special=False, parse_special=True)
+        tokens = []
+        for output, choice in zip(tried, everyone._choices, strict=True):
+            scores = [token.logprob for token in output.tokens]
+            scores += [unlike(end, None).logprob] * (choice.completion_tokens - len(scores))
+            tokens.append(scores)
+        means = [sum(scores) / len(scores) for scores in tokens]
+        order = sorted(range(6), key=lambda index: -means[index])
+        asked = dataclasses.replace(job(n=2, stop=stop), best_of=6)
+        best, generation = collected(asked, model)
+        assert [output.text for output in best] == [tried[index].text for index in order[:2]]
+        assert [output.index for output in best] == [0, 1]
+        assert generation.completion_tokens == everyone.completion_tokens
+        assert order[:2] != [0, 1]
+
+
+def test_the_best_are_those_of_each_prompt(model, engine):
+    asked = dataclasses.replace(job(n=1), prompts=((1, 2), (3, 4)), best_of=3)
+    outputs, _ = collected(asked, model)
+    assert [output.index for output in outputs] == [0, 1]
+    assert {output.text for output in outputs} <= {stream.text for stream in collected(all_of(asked), model)[0]}
+    groups = [request.group for request in engine.submitted[:6]]
+    assert groups[0] == groups[1] == groups[2] != groups[3] == groups[4] == groups[5]
+
+
+def all_of(asked: Job) -> Job:
+    return dataclasses.replace(asked, n=asked.best_of)
+
+
+def test_one_choice_shares_nothing(model, engine):
+    collected(job(), model)
+    assert [request.group for request in engine.submitted] == [""]

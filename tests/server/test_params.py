@@ -148,8 +148,12 @@ def test_wrong_n(n):
 def test_n_and_best_of():
     assert params.choices_per_prompt(wanted(), CONFIG) == 1
     assert params.choices_per_prompt(wanted(n=3, best_of=3), CONFIG) == 3
-    assert refused(params.choices_per_prompt, wanted(best_of=2), CONFIG)[0] == "best_of"
-    assert refused(params.choices_per_prompt, wanted(n=3, best_of=5), CONFIG)[0] == "best_of"
+    assert params.choices_to_try(wanted(n=3), 3, CONFIG) == 3
+    assert params.choices_to_try(wanted(n=3, best_of=5), 3, CONFIG) == 5
+    assert params.choices_to_try(wanted(n=3, best_of=3, stream=True), 3, CONFIG) == 3
+    assert refused(params.choices_to_try, wanted(n=3, best_of=2), 3, CONFIG)[0] == "best_of"
+    assert refused(params.choices_to_try, wanted(best_of=CONFIG.max_n + 1), 1, CONFIG)[0] == "best_of"
+    assert refused(params.choices_to_try, wanted(best_of=2, stream=True), 1, CONFIG)[0] == "best_of"
     assert refused(params.choices_per_prompt, GenerateRequest(prompt="x", n=2), CONFIG)[0] == "n"
 
 
