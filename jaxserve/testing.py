@@ -44,6 +44,17 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 TINY_EOS = 257
+TINY_BLOCKS: dict[str, Any] = TINY | {
+    "model_type": "sdar",
+    "vocab_size": 260,  # and a mask
+    "head_dim": 8,
+    "block_size": 8,
+    "mask_token_id": 259,
+    "threshold": 0.3,
+    "editing_threshold": 0.4,
+    "max_post_steps": 3,
+    "tie_word_embeddings": False,
+}
 
 
 def random_leaves(family: Family, seed: int = 0, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:

@@ -68,6 +68,19 @@ class Metrics:
             "jaxserve_inter_token_latency_seconds", "Between tokens; a dispatch of several counts once each."
         )
         self.request_time = self._seconds("jaxserve_request_seconds", "From arrival to the last token.")
+        self.dispatches = self._counter(
+            "jaxserve_dispatches_total", "Programs started.", kind=("prefill", "fork", "run")
+        )
+        self.heartbeat = Gauge(
+            "jaxserve_engine_heartbeat_seconds", "Since the engine's last step while it has work.", registry=registry
+        )
+        self.loop_lag = Gauge(
+            "jaxserve_event_loop_lag_seconds", "Longest delay of the event loop in 15 seconds.", registry=registry
+        )
+        self._count_decoding()
+        self._count_serving()
+
+    def _count_decoding(self) -> None:
         self._counted = {
             count: [counter.labels(kind) for kind in KINDS]
             for count, (name, meaning) in COUNTED.items()
@@ -78,19 +91,12 @@ class Metrics:
             "Of each request that ended by itself.",
             ["kind"],
             buckets=TOKENS_PER_PASS,
-            registry=registry,
+            registry=self.registry,
         )
         for kind in KINDS:
             self.tokens_per_pass.labels(kind)
-        self.dispatches = self._counter(
-            "jaxserve_dispatches_total", "Programs started.", kind=("prefill", "fork", "run")
-        )
-        self.heartbeat = Gauge(
-            "jaxserve_engine_heartbeat_seconds", "Since the engine's last step while it has work.", registry=registry
-        )
-        self.loop_lag = Gauge(
-            "jaxserve_event_loop_lag_seconds", "Longest delay of the event loop in 15 seconds.", registry=registry
-        )
+
+    def _count_serving(self) -> None:
         self.stalls = self._counter("jaxserve_stalls_total", "Times that a part stood still.", part=PARTS)
         self.shortages = self._counter(
             "jaxserve_shortages_total", "Refusals because a resource ran short.", resource=RESOURCES
@@ -109,7 +115,7 @@ class Metrics:
             "HTTP requests by method, route and status.",
             ["method", "route", "status"],
             buckets=SECONDS,
-            registry=registry,
+            registry=self.registry,
         )
 
     def observe_http(self, *, method: str, route: str, status: int, seconds: float) -> None:

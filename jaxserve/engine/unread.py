@@ -15,13 +15,14 @@ from jaxserve.engine.request import Delta
 Owner = TypeVar("Owner", bound=Hashable)
 
 MOST_BYTES = 16 * 2**20
-_DELTA, _TOKEN, _LOGPROB, _ALTERNATIVE = 128, 64, 224, 112  # as CPython keeps them
+_DELTA, _TOKEN, _LOGPROB, _ALTERNATIVE, _PASS = 128, 64, 224, 112, 512  # as CPython keeps them
 
 
 def size_of(delta: Delta) -> int:
     """Bytes that a delta takes while it waits."""
     logprobs = sum(_LOGPROB + _ALTERNATIVE * len(entry.top) for entry in delta.logprobs)
-    return _DELTA + _TOKEN * len(delta.tokens) + logprobs
+    passes = sum(_PASS + _TOKEN * (len(one.tokens) + len(one.canvas)) for one in delta.passes)
+    return _DELTA + _TOKEN * (len(delta.tokens) + len(delta.canvas)) + logprobs + passes
 
 
 class Unread(Generic[Owner]):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.engine.crossing import Crossing
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.request import FinishReason, Request, SamplingParams
+from jaxserve.engine.request import Account, Delta, FinishReason, Pass, Request, SamplingParams
 from jaxserve.engine.scheduler import Policy
 from jaxserve.engine.unread import Unread
 from jaxserve.errors import EngineError, Forbidden, InvalidRequest, Overloaded, Quarantined, ShuttingDown
@@ -185,3 +185,13 @@ def test_who_reads_nothing_gives_way_when_too_much_waits(crossing: Crossing):
     assert sum(end is not None and len(end.tokens) == 6 for end in ends) == 1
     assert crossing._engine.metrics.shortages.labels("unread")._value.get() == 1
     assert crossing._unread.slowest() is None
+
+
+def test_of_what_waits_the_account_is_the_latest_and_passes_are_all(crossing: Crossing):
+    stream = crossing.submit(ask("a"))
+    one, two = (Pass((number,), Account(passes=1), ()) for number in (1, 2))
+    stream.put(Delta((1,), account=Account(passes=1), canvas=(5, 6), passes=(one,)))
+    stream.put(Delta((2,), account=Account(passes=2), passes=(two,)))
+    delta = stream.take()
+    assert delta is not None
+    assert (delta.account, delta.canvas, delta.passes) == (Account(passes=2), (), (one, two))

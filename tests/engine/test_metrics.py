@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from prometheus_client import generate_latest
 
-from jaxserve.engine.metrics import Metrics
+from jaxserve.engine.metrics import COUNTED, KINDS, Metrics
+from jaxserve.engine.request import NOTHING, Account
 
 PROMISED = (
     "jaxserve_requests_running",
@@ -18,6 +19,8 @@ PROMISED = (
     "jaxserve_time_to_first_token_seconds",
     "jaxserve_inter_token_latency_seconds",
     "jaxserve_request_seconds",
+    "jaxserve_tokens_per_pass",
+    *(name for name, _ in COUNTED.values()),
 )
 
 
@@ -34,3 +37,21 @@ def test_http_requests_are_counted_by_route():
     metrics.observe_http(method="POST", route="/generate", status=200, seconds=0.2)
     text = generate_latest(metrics.registry).decode()
     assert 'jaxserve_http_request_seconds_count{method="POST",route="/generate",status="200"} 1.0' in text
+
+
+def test_what_passes_did_is_counted_by_how_tokens_are_decided():
+    metrics = Metrics()
+    metrics.count_passes("block", [Account(passes=3, drafted=8, accepted=7, rejected=1), Account(passes=1, wasted=2)])
+    metrics.count_passes("canvas", [Account(passes=5)])
+    metrics.count_passes("block", [])
+
+    def value(count: str, kind: str) -> float | None:
+        return metrics.registry.get_sample_value(COUNTED[count][0], {"kind": kind})
+
+    assert [value(name, "block") for name in ("passes", "drafted", "accepted", "rejected", "wasted")] == [4, 8, 7, 1, 2]
+    assert [value("passes", kind) for kind in KINDS] == [0, 0, 4, 5]
+
+
+def test_every_count_but_the_callers_own_has_a_metric():
+    """Whether a draft was a caller's is told to that caller."""
+    assert set(NOTHING.counts()) - set(COUNTED) == {"predicted_accepted", "predicted_rejected"}

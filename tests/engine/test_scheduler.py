@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from jaxserve.config import Pool
-from jaxserve.engine.request import FinishReason, Request, SamplingParams, check
+from jaxserve.engine.request import Account, FinishReason, Pass, Request, SamplingParams, check
 from jaxserve.engine.scheduler import Policy, Scheduler
 from jaxserve.engine.work import Emitted
 from jaxserve.errors import (
@@ -358,3 +358,21 @@ def test_who_waits_for_a_reader_has_deadlines_of_its_own():
     ended = machine.schedule(3.0).ended
     assert [(one.request.id, type(delta.error)) for one, delta in ended] == [("a1", DeadlineExceeded)]
     assert not any(machine.schedule(4.0).forks for _ in range(3))
+
+
+def test_nobody_is_woken_for_a_canvas_but_who_asked():
+    machine = scheduler(Pool(3, 64))
+    for name, more in (("plain", {}), ("asks", {"provisional": True}), ("traced", {"traced": True})):
+        machine.submit(dataclasses.replace(request(name, prompt=1), **more), seed=0, now=0.0)
+    (work,) = machine.schedule(0.0).runs
+    one = Pass((), Account(passes=1), (5, 6))
+    given = {
+        slot: Emitted((), (), True, Account(passes=1), (5, 6), (one,) if running.request.traced else ())
+        for slot, running in work.slots
+    }
+    told = {running.request.id: delta for running, delta in machine.deliver(work, given, 0.0)}
+    assert set(told) == {"asks", "traced"}
+    assert (told["asks"].canvas, told["asks"].passes) == ((5, 6), ())
+    assert (told["traced"].canvas, told["traced"].passes) == ((), (one,))
+    after = machine.deliver(work, {slot: Emitted((9,), (), True, Account(passes=2)) for slot, _ in work.slots}, 0.0)
+    assert {delta.account.passes for _, delta in after} == {3}

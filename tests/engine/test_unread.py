@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from jaxserve.engine.request import Delta, TokenLogprob
+from jaxserve.engine.request import Account, Delta, Pass, TokenLogprob
 from jaxserve.engine.unread import Unread, size_of
 
 
@@ -58,3 +58,21 @@ def test_nothing_is_lost_from_the_account():
             unread.add(owner, size)
             real[owner] += size
         assert unread._total == sum(real.values())
+
+
+def test_canvases_and_passes_take_their_room():
+    """Within a factor of two, and rather too large."""
+
+    def made(seed: int) -> Delta:
+        canvas = tuple(100_000 + seed * 100 + place for place in range(32))
+        passes = tuple(Pass((), Account(passes=1, drafted=seed + 300), tuple(t + n for t in canvas)) for n in range(4))
+        return Delta(canvas=canvas, passes=passes)
+
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        kept = [made(seed) for seed in range(200)]
+        real = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert real <= sum(map(size_of, kept)) <= 2.2 * real

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from jaxserve.errors import EngineError, NumericalError, Overloaded, ShuttingDown
 from jaxserve.server.service import Running
-from jaxserve.server.sse import EventStream, attended
+from jaxserve.server.sse import EventStream, Named, attended
 
 
 class Event(msgspec.Struct):
@@ -228,5 +228,18 @@ def test_being_cancelled_cancels_the_work():
             await task
         assert running.tasks == set()
         assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(check())
+
+
+def test_an_event_may_have_a_type():
+    async def mixed() -> AsyncGenerator[Event | Named, None]:
+        yield Event(0)
+        yield Named("block.update", Event(1))
+
+    async def check() -> None:
+        line = Line()
+        await stream(mixed(), line, Running())
+        assert line.body == 'data: {"n":0}\n\nevent: block.update\ndata: {"n":1}\n\ndata: [DONE]\n\n'
 
     asyncio.run(check())
