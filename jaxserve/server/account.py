@@ -6,13 +6,16 @@ Knows the engine's accounts and the wire's names for them. Knows no HTTP.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxserve.engine.request import Account, Pass
 from jaxserve.server import wire
+from jaxserve.server.candidates import Round
 from jaxserve.server.extensions import BlockUpdate, ParallelDetails, TracedPass
-from jaxserve.server.generation import Generation, Piece
+from jaxserve.server.generation import MIN_LOGPROB, Generation, Piece
 from jaxserve.server.parallel import Asked
 from jaxserve.server.service import ServedModel
 from jaxserve.server.shapes import Envelope
@@ -34,6 +37,8 @@ def usage(generation: Generation, asked: Asked, model: ServedModel, *, last: boo
     if asked.told or account.drafted or model.decoding is not None:
         trace, left = _trace(generation, asked, model) if last and asked.trace != "none" else (UNSET, UNSET)
         told = _details(account, written, trace, left)
+        if generation.rounds:
+            told = msgspec.structs.replace(told, **_choosing(generation.rounds, asked.candidates))
     return wire.Usage(read, written, read + written, predicted, told)
 
 
@@ -55,6 +60,16 @@ def _details(
         trace=trace,
         untraced_passes=left,
     )
+
+
+def _choosing(rounds: Sequence[Round], candidates: int) -> dict[str, Any]:
+    """What fragments were chosen from."""
+    return {
+        "candidates": candidates,
+        "chosen_index": [one.chosen for one in rounds],
+        "candidate_scores": [[round(max(score, MIN_LOGPROB), 6) for score in one.scores] for one in rounds],
+        "discarded_tokens": sum(one.discarded for one in rounds),
+    }
 
 
 def _trace(generation: Generation, asked: Asked, model: ServedModel) -> tuple[list[TracedPass], int | UnsetType]:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxserve.errors import InvalidRequest, ModelNotFound
-from jaxserve.server import openapi, parallel, params, prompts, wire
+from jaxserve.server import candidates, openapi, parallel, params, prompts, wire
 from jaxserve.server.account import Updates, usage
 from jaxserve.server.admission import Place
 from jaxserve.server.generation import Generation, Job
@@ -73,7 +73,9 @@ class Endpoints:
         async with service.admission.place(tenant, deadline) as place:
             plan = await self._prepare(request, place, plan_of, model, lambda: model.engine.room(tenant))
         job = dataclasses.replace(plan.job, tenant=tenant, deadline=deadline)
-        charge.reserve(sum(map(len, job.prompts)), len(job.prompts) * job.tried * job.sampling.max_tokens)
+        charge.reserve(
+            sum(map(len, job.prompts)), len(job.prompts) * job.tried * job.asked.candidates * job.sampling.max_tokens
+        )
         generation = Generation.start(job, model)
         charge.begin(lambda: generation.generated)
         if plan.stream:
@@ -233,8 +235,7 @@ def _draft(kind: str, wanted: wire.SamplingFields, model: ServedModel, service: 
     stop = params.stop_strings(wanted.stop, service.config)
     sampling = params.sampling_params(wanted, model.engine.limits, model.defaults)
     asked = parallel.asked(wanted, model)
-    if asked.candidates > 1:
-        raise InvalidRequest("'parallel.candidates' is not supported.", param="parallel.candidates")
+    candidates.check(asked, sampling, best_of=best_of > n)
     return Job(f"{kind}-{uuid.uuid4().hex}", (), sampling, n, stop, asked=asked, best_of=best_of)
 
 
@@ -243,7 +244,11 @@ def _fill(
 ) -> Job:
     """The job with its prompts, and as much output as fits behind the longest."""
     limits = model.engine.limits
-    params.check_count("best_of" if draft.tried > draft.n else "n", draft.tried * len(read), service.config.max_choices)
+    params.check_count(
+        "best_of" if draft.tried > draft.n else "n",
+        draft.tried * draft.asked.candidates * len(read),
+        service.config.max_choices,
+    )
     chat = isinstance(wanted, wire.ChatRequest)
     default = limits.max_output_tokens if chat else service.config.default_completion_tokens
     sampling = params.fit_output(wanted, draft.sampling, max(map(len, read)), limits, default=default)

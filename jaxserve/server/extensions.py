@@ -16,8 +16,10 @@ class Parallel(Struct, frozen=True, kw_only=True):
     ``mode``: ``off`` decides one token a pass, from the left; ``draft`` and ``block`` say which way it must be.
     ``quality`` sets thresholds, the other fields single ones: a mask becomes a token where its probability is above
     ``mask_threshold``, a decided token is overwritten where another's is above ``edit_threshold``, in
-    ``max_post_steps`` passes at most when no mask is left. ``trace`` tells of each pass in ``usage.parallel_details``.
-    With ``stream`` set to ``provisional``, events ``block.update`` tell what a block looks like before it is final.
+    ``max_post_steps`` passes at most when no mask is left. Of ``candidates`` fragments of ``fragment_tokens`` each, the
+    likeliest is taken and gone on with, by the log-probabilities it was written with, or by those of a pass over it
+    when it is finished (``rescore``). ``trace`` tells of each pass in ``usage.parallel_details``. With ``stream`` set
+    to ``provisional``, events ``block.update`` tell what a block looks like before it is final.
     """
 
     mode: str | None = None
@@ -28,6 +30,7 @@ class Parallel(Struct, frozen=True, kw_only=True):
     max_post_steps: int | None = None
     denoising_steps: int | None = None
     candidates: int | None = None
+    fragment_tokens: int | None = None
     rescore: str | None = None
     quality: str | None = None
     trace: str | None = None
@@ -58,7 +61,10 @@ class ParallelDetails(Struct, frozen=True, kw_only=True):
     """What it took to decide the tokens of all choices: ``drafted_tokens`` are ``accepted`` or ``rejected`` ones.
 
     Drafted is what was proposed for a place, accepted what stands there in the end. ``wasted_tokens`` were decided
-    behind the end of a text. ``trace`` holds the first passes, and ``untraced_passes`` says how many more there were.
+    behind the end of a text. Of so many ``candidates`` one was taken in each round, one choice after the other: their
+    scores are mean log-probabilities; one more than there are candidates is that of the best with its weakest part
+    decided anew. ``discarded_tokens`` are those of the others. ``trace`` holds the first passes, and
+    ``untraced_passes`` says how many more there were.
     """
 
     passes: int
@@ -73,8 +79,9 @@ class ParallelDetails(Struct, frozen=True, kw_only=True):
     post_steps: int
     tokens_per_pass: float
     candidates: int | UnsetType = UNSET
-    chosen_index: int | UnsetType = UNSET
-    candidate_scores: list[float] | UnsetType = UNSET
+    chosen_index: list[int] | UnsetType = UNSET
+    candidate_scores: list[list[float]] | UnsetType = UNSET
+    discarded_tokens: int | UnsetType = UNSET
     trace: list[TracedPass] | UnsetType = UNSET
     untraced_passes: int | UnsetType = UNSET
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 
 from jaxserve.engine.request import (
@@ -22,14 +21,15 @@ from jaxserve.engine.request import (
     SamplingParams,
     TokenLogprob,
 )
-from jaxserve.errors import DeadlineExceeded, EngineError, Overloaded, ShuttingDown
+from jaxserve.errors import EngineError, Overloaded, ShuttingDown
+from jaxserve.server.candidates import Candidates, Round
+from jaxserve.server.late import LateStream
 from jaxserve.server.parallel import ASKED_NOTHING, Asked
-from jaxserve.server.service import Engine, ServedModel, Stream
+from jaxserve.server.service import ServedModel, Stream
 from jaxserve.text.detokenize import Detokenizer
 
 MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON cannot
 MOST_TRACED = 512  # passes of a choice that are told of
-_LOOK_AGAIN = 0.25  # seconds after which a choice that found no room tries again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,61 +124,6 @@ class Piece:
         return bool(self.text or self.tokens or self.finish_reason)
 
 
-class LateStream:
-    """A stream that begins when there is room for it, in its turn among those of the same request.
-
-    That there is none the engine may find only after it has taken the request: nothing has come of it then, and it is
-    tried again.
-    """
-
-    def __init__(self, request: Request, engine: Engine, turn: asyncio.Lock, stream: Stream | None = None) -> None:
-        self._request = request
-        self._engine = engine
-        self._turn = turn
-        self._stream = stream
-        self._deltas: AsyncIterator[Delta] | None = None
-        self._cancelled = False
-
-    @property
-    def generated(self) -> int:
-        """See ``Stream``."""
-        return 0 if self._stream is None else self._stream.generated
-
-    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """See ``Stream``."""
-        self._cancelled = True
-        if self._stream is not None:
-            self._stream.cancel(reason)
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while True:
-            if self._deltas is None:
-                self._deltas = aiter(await self._begin())
-            delta = await anext(self._deltas)
-            if self.generated or not isinstance(delta.error, Overloaded):
-                return delta
-            self._stream = self._deltas = None
-            await asyncio.sleep(min(delta.error.retry_after, _LOOK_AGAIN))
-
-    async def _begin(self) -> Stream:
-        """Waits for room."""
-        deadline = self._request.deadline
-        async with self._turn:
-            while self._stream is None:
-                if self._cancelled:
-                    raise StopAsyncIteration
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise DeadlineExceeded("The request's deadline passed before it was done.")
-                try:
-                    self._stream = self._engine.submit(self._request, patient=True)
-                except Overloaded as full:
-                    await asyncio.sleep(min(full.retry_after, _LOOK_AGAIN))
-        return self._stream
-
-
 class Choice:
     """One engine request and the text it has given."""
 
@@ -271,10 +216,11 @@ class Output:
 class Generation:
     """All choices of one HTTP request. Whoever starts one must ``cancel`` it in the end, finished or not."""
 
-    def __init__(self, job: Job, choices: list[Choice]) -> None:
+    def __init__(self, job: Job, choices: list[Choice], candidates: Sequence[Candidates] = ()) -> None:
         self.prompt_tokens = sum(map(len, job.prompts))
         self._job = job
         self._choices = choices
+        self._candidates = candidates
 
     @classmethod
     def start(cls, job: Job, model: ServedModel) -> Generation:
@@ -285,6 +231,10 @@ class Generation:
         """
         engine, turn = model.engine, asyncio.Lock()
         first, *others = job.requests()
+        if job.asked.candidates > 1:
+            chosen = [Candidates(request, model, job.asked, turn) for request in (first, *others)]
+            chosen[0].begin()
+            return cls(job, _choices(job, model, chosen), chosen)
         streams: list[Stream] = [engine.submit(first)]
         try:
             for request in others:
@@ -295,12 +245,7 @@ class Generation:
             for stream in streams:
                 stream.cancel()
             raise
-        by_token = bool(job.stop) or job.sampling.logprobs is not None
-        choices = []
-        for index, stream in enumerate(streams):
-            detokenizer = Detokenizer(model.tokenizer, job.stop, continues=job.continues)
-            choices.append(Choice(index, stream, detokenizer, by_token=by_token))
-        return cls(job, choices)
+        return cls(job, _choices(job, model, streams))
 
     def cancel(self) -> None:
         """Frees every slot that is still held."""
@@ -329,6 +274,11 @@ class Generation:
     def passes(self) -> list[list[Pass]]:
         """What each pass did, choice by choice, as far as that is told."""
         return [choice.passes for choice in self._choices]
+
+    @property
+    def rounds(self) -> list[Round]:
+        """What fragments were chosen from, choice by choice, where there were candidates."""
+        return [one for stream in self._candidates for one in stream.rounds]
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The pieces of all choices as they come; the first error ends them all."""
@@ -362,6 +312,16 @@ class Generation:
         """How unlikely the model finds a choice: nats a token."""
         choice = self._choices[index]
         return -choice.logprob / max(choice.completion_tokens, 1)
+
+
+def _choices(job: Job, model: ServedModel, streams: Iterable[Stream]) -> list[Choice]:
+    """The streams' text."""
+    by_token = bool(job.stop) or job.sampling.logprobs is not None
+    choices = []
+    for index, stream in enumerate(streams):
+        detokenizer = Detokenizer(model.tokenizer, job.stop, continues=job.continues)
+        choices.append(Choice(index, stream, detokenizer, by_token=by_token))
+    return choices
 
 
 async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:

@@ -24,6 +24,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "trace": ("none", "summary", "steps"),
     "stream": ("committed", "provisional"),
 }
+FRAGMENT_TOKENS = 32
 MOST_DRAFTS, MOST_STEPS, MOST_CANDIDATES = 1024, 1024, 64
 RANGES: dict[str, tuple[float, float]] = {
     "draft_tokens": (1, MOST_DRAFTS),
@@ -33,6 +34,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_post_steps": (0, MOST_POST_STEPS),
     "denoising_steps": (1, MOST_STEPS),
     "candidates": (1, MOST_CANDIDATES),
+    "fragment_tokens": (1, MOST_STEPS),
 }
 # What LLaDA2.1's model card calls its modes (mask-to-token and token-to-token thresholds, at most 16 post steps); where
 # nothing is edited, the thresholds that SDAR's engines and LLaDA2.0 recommend. "balanced" is what the model itself has.
@@ -62,7 +64,7 @@ class Asked:
         told: the caller wants to know what it took, even if that is nothing.
         traced: each pass is told of; with ``steps`` what it left, too.
         provisional: text that may change is streamed beside the other.
-        candidates, rescore: fragments to choose from, and how.
+        candidates, rescore: fragments to choose from, and how; ``fragment_tokens`` is how long they are at most.
     """
 
     settings: tuple[tuple[str, float], ...] = ()
@@ -73,6 +75,7 @@ class Asked:
     provisional: bool = False
     candidates: int = 1
     rescore: str = "logprob"
+    fragment_tokens: int = FRAGMENT_TOKENS
 
 
 ASKED_NOTHING = Asked()
@@ -91,8 +94,11 @@ def asked(request: wire.SamplingFields, model: ServedModel) -> Asked:
         candidates = 2
     if candidates > 1 and mode not in ("auto", "candidates"):
         raise _senseless("candidates", f"with mode '{mode}'")
-    if wanted.rescore is not None and candidates == 1:
-        raise _senseless("rescore", "without candidates")
+    for name in ("rescore", "fragment_tokens"):
+        if getattr(wanted, name) is not None and candidates == 1:
+            raise _senseless(name, "without candidates")
+    if wanted.rescore == "verifier" and (model.decoding is None or model.decoding.kind != "block"):
+        raise _senseless("rescore", "as 'verifier' for this model: its log-probabilities are all it could say")
     provisional = wanted.stream == "provisional"
     if provisional:
         _check_provisional(request, model, candidates)
@@ -109,6 +115,7 @@ def asked(request: wire.SamplingFields, model: ServedModel) -> Asked:
         provisional=provisional,
         candidates=candidates,
         rescore=wanted.rescore or "logprob",
+        fragment_tokens=wanted.fragment_tokens or FRAGMENT_TOKENS,
     )
 
 
