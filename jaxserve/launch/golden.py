@@ -67,7 +67,7 @@ def goldens(folder: Path) -> dict[str, Any]:
     room = min(PROMPT_TOKENS + NEW_TOKENS, family.config.max_positions)
     prompts = [tokenizer.encode(text)[: room - NEW_TOKENS] or [0] for text in PROMPTS]
     if family.decoding is not None and family.decoding.kind == "canvas":
-        runs = _first_passes(family, graphdef, params, prompts)
+        runs = _first_passes(_own_engine(family, graphdef, params, room), prompts)
     else:
         block = 1 if family.decoding is None else family.decoding.block
         room = max(1, room // block) * block
@@ -160,11 +160,21 @@ def _greedy(
     return ids[len(prompt) :], leads
 
 
-def _first_passes(
-    family: Family, graphdef: nnx.GraphDef[Any], params: dict[Any, Any], prompts: list[list[int]]
-) -> list[tuple[list[int], list[int], list[float]]]:
-    """Prompts with the tokens and leads of a canvas's first pass, by an engine of its own in float32."""
-    length = max(map(len, prompts)) + NEW_TOKENS
+def _first_passes(engine: Engine, prompts: list[list[int]]) -> list[tuple[list[int], list[int], list[float]]]:
+    """Prompts with the tokens and leads of a canvas's first pass."""
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, seed=SEED, logprobs=2)
+    requests = [
+        Request(f"golden-{index}", tuple(prompt), sampling, settings=(("denoising_steps", 1),))
+        for index, prompt in enumerate(prompts)
+    ]
+    return [
+        (list(one.request.prompt), list(one.tokens), [scores.top[0][1] - scores.top[1][1] for scores in one.logprobs])
+        for one in engine.generate(requests)
+    ]
+
+
+def _own_engine(family: Family, graphdef: nnx.GraphDef[Any], params: dict[Any, Any], length: int) -> Engine:
+    """An engine in float32 that serves nobody else."""
     config = EngineConfig(pools=(Pool(2, length),), max_logprobs=2)
     drafted = draft_plan(family.shape, config, dtype="float32", dtype_bytes=4, memory_limit=0)
     strategy = strategy_of(family, jnp.float32, drafted.max_logprobs)
@@ -172,16 +182,8 @@ def _first_passes(
     device = JaxDevice(Programs(planned, family, graphdef, params, strategy))
     engine = Engine(device, PATIENT)
     engine.warm_up()
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, seed=SEED, logprobs=2)
-    settings = tuple(one_by_one(family.decoding).items())
-    answers = engine.generate(
-        [Request(f"golden-{i}", tuple(prompt), sampling, settings=settings) for i, prompt in enumerate(prompts)]
-    )
     device.compile_watch.close()
-    return [
-        (list(one.request.prompt), list(one.tokens), [scores.top[0][1] - scores.top[1][1] for scores in one.logprobs])
-        for one in answers
-    ]
+    return engine
 
 
 def _first_below(leads: list[float], least: float) -> int:

@@ -10,7 +10,7 @@ from jaxserve.decode.tally import COLUMNS, tally
 
 
 def test_columns_are_in_their_places():
-    found = tally(2, drafted=jnp.asarray([3, 4]), post_steps=jnp.asarray([True, False]))
+    found = tally(2, drafted=jnp.asarray([3, 4]), post_steps=jnp.asarray([1, 0]))
     assert (found.shape, found.dtype) == ((2, len(COLUMNS)), jnp.int32)
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in np.asarray(found).tolist()]
     assert rows[0] == dict.fromkeys(COLUMNS, 0) | {"drafted": 3, "post_steps": 1}

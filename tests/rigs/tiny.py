@@ -12,18 +12,22 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "tests" / "reference" / "tiny_bpe"
-NAME = "tiny"
+NAME, BLOCKS = "tiny", "tiny-blocks"
 
 
-def write_source(folder: Path, seed: int = 0) -> Path:
+def write_source(folder: Path, seed: int = 0, model: str = NAME) -> Path:
     """A Hugging Face folder: random weights, a real tokenizer of 400 tokens, a chat template."""
     from safetensors.numpy import save_file
 
     from jaxserve.models.family import family_of
-    from jaxserve.testing import TINY
+    from jaxserve.testing import TINY, TINY_BLOCKS
 
     folder.mkdir()
-    config = TINY | {"vocab_size": 400, "eos_token_id": 2, "architectures": ["LlamaForCausalLM"]}
+    if model == BLOCKS:
+        own = TINY_BLOCKS | {"vocab_size": 401, "mask_token_id": 400, "architectures": ["SDARForCausalLM"]}
+    else:
+        own = TINY | {"vocab_size": 400, "architectures": ["LlamaForCausalLM"]}
+    config = own | {"eos_token_id": 2}
     random = np.random.default_rng(seed)
     tensors = {}
     for piece in (piece for rule in family_of(config).rules for piece in rule.ways[0]):
@@ -37,12 +41,12 @@ def write_source(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def tiny_store() -> Path:
-    """The root of a store with one version of the model ``tiny``; made once for each state of the code that makes it.
+def tiny_store(model: str = NAME) -> Path:
+    """The root of a store with one version of the model ``tiny``, or of one that fills in blocks.
 
-    Nobody may change what lies there: copy it first.
+    It is made once for each state of the code that makes it. Nobody may change what lies there: copy it first.
     """
-    root = ROOT / ".cache" / "rigs" / f"tiny-{_made_by()}"
+    root = ROOT / ".cache" / "rigs" / f"{model}-{_made_by()}"
     if not root.exists():
         from jaxserve.checkpoint.convert import convert
         from jaxserve.checkpoint.store import Store
@@ -51,7 +55,8 @@ def tiny_store() -> Path:
         root.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root.parent) as scratch:
             making = Path(scratch)
-            convert(write_source(making / "source"), Store(making / "store"), NAME, dtype="float32", goldens=goldens)
+            source = write_source(making / "source", model=model)
+            convert(source, Store(making / "store"), model, dtype="float32", goldens=goldens)
             try:
                 (making / "store").rename(root)
             except OSError:  # somebody else was faster
