@@ -12,12 +12,12 @@ from jaxserve.decode import jitted
 from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.decode.step import empty_state
 from jaxserve.models.family import family_of
-from jaxserve.testing import TINY
+from jaxserve.testing import TINY, TINY_BLOCKS
 from tests.engine.test_engine_rings import HF as RINGS
 from tests.models.test_deepseek_v3 import HF as LATENT
 from tests.models.tiny_recurrent import HF as RECURRENT
 
-FAMILIES = {"full": TINY, "rings": RINGS, "recurrent": RECURRENT, "latent": LATENT}
+FAMILIES = {"full": TINY, "rings": RINGS, "recurrent": RECURRENT, "latent": LATENT, "blocks": TINY_BLOCKS}
 SLOTS, POSITIONS = 4, 128
 
 

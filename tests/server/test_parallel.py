@@ -91,6 +91,8 @@ EVERYWHERE = [
     ({"candidates": 0}, "candidates"),
     ({"candidates": 2, "mode": "off"}, "candidates"),
     ({"rescore": "logprob"}, "rescore"),
+    ({"fragment_tokens": 8}, "fragment_tokens"),
+    ({"fragment_tokens": 0, "candidates": 2}, "fragment_tokens"),
     ({"stream": "provisional"}, "stream"),
 ]
 
@@ -166,7 +168,12 @@ def test_a_trace_needs_a_place_in_the_answer(models):
 def test_candidates(models):
     assert asked(models["plain"], mode="candidates").candidates == 2
     wanted = asked(models["edits"], candidates=4, rescore="verifier")
-    assert (wanted.candidates, wanted.rescore) == (4, "verifier")
+    assert (wanted.candidates, wanted.rescore, wanted.fragment_tokens) == (4, "verifier", 32)
+    assert asked(models["plain"], candidates=2, fragment_tokens=9).fragment_tokens == 9
+    for kind in ("plain", "canvas"):
+        with pytest.raises(InvalidRequest) as refused:
+            asked(models[kind], candidates=2, rescore="verifier")
+        assert refused.value.param == "parallel.rescore"
 
 
 @pytest.mark.parametrize("content", ["Hi, you", [{"type": "text", "text": "Hi, "}, {"type": "text", "text": "you"}]])
