@@ -208,7 +208,7 @@ def step(model: Model, state: DecodeState, rows: SamplingRows, strategy: Strateg
     counted = verdict.tally + tally(len(alive), passes=jnp.ones_like(count), wasted=verdict.count - count)
     after = DecodeState(
         cache=write(state.cache, fresh, 0, state.length, jnp.where(alive, verdict.advance, 0)),
-        tokens=_append(state.tokens, verdict.tokens, state.known, count),
+        tokens=appended(state.tokens, verdict.tokens, state.known, count),
         length=state.length + jnp.where(alive, verdict.advance, 0),
         known=state.known + count,
         active=alive & ~ended,
@@ -365,7 +365,7 @@ def _apply(state: DecodeState, control: Control) -> DecodeState:
     count = jnp.where(admit, control.pending_count, 0)
     return DecodeState(
         cache=state.cache,
-        tokens=_append(state.tokens, control.pending, length, jnp.minimum(count, control.pending.shape[1])),
+        tokens=appended(state.tokens, control.pending, length, jnp.minimum(count, control.pending.shape[1])),
         length=length,
         known=jnp.where(admit, control.length + control.pending_count, state.known),
         active=(state.active & control.keep) | admit,
@@ -373,7 +373,7 @@ def _apply(state: DecodeState, control: Control) -> DecodeState:
     )
 
 
-def _append(
+def appended(
     tokens: Int[Array, "b s"], new: Int[Array, "b w"], at: Int[Array, " b"], count: Int[Array, " b"]
 ) -> Int[Array, "b s"]:
     """Puts the first ``count`` of ``new`` at positions ``at ..``; rows are short, a select will do."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxserve.models.cache import as_stored
+from jaxserve.models.layers import row_sums
 from jaxserve.pytree import pytree, static
 
 # Large and finite: a masked score's weight is exp(MASKED - m) = 0 exactly, and no inf - inf can arise. What a query
@@ -231,6 +232,6 @@ def _absorb(
     )
     return _Softmax(
         peak=peak,
-        weight=state.weight * shrink + jnp.sum(weights, axis=-1, keepdims=True),
+        weight=state.weight * shrink + row_sums(weights),
         value=state.value * shrink + mixed.reshape(b, kv, g, t, -1),
     )

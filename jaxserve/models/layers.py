@@ -94,6 +94,20 @@ def _product_weights_first(
     return jax.lax.optimization_barrier(y).T.astype(dtype)
 
 
+def row_sums(x: Float[Array, "... d"]) -> Float[Array, "... 1"]:
+    """Sums over the last axis, added in the same order however many rows there are.
+
+    XLA:CPU adds up small arrays in another order than large ones, so small ones get rows of zeros. Over a mesh they
+    stay as they are: rows may be split.
+    """
+    d = x.shape[-1]
+    missing = -(-LARGE // d) - x.size // d
+    if missing <= 0 or axis_size("expert") * axis_size("tensor") > 1:
+        return jnp.sum(x, axis=-1, keepdims=True)
+    rows = jnp.pad(x.reshape(-1, d), ((0, missing), (0, 0)))
+    return jnp.sum(rows, axis=-1)[: x.size // d].reshape(*x.shape[:-1], 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """A kind of root-mean-square norm (Zhang & Sennrich 2019): normalised in float32, cast, then scaled.
@@ -111,26 +125,12 @@ class Norm:
     def __call__(self, x: Float[Array, "... d"], scale: Float[Array, " d"] | None = None) -> Float[Array, "... d"]:
         """Normalises the last axis."""
         wide = x.astype(jnp.float32)
-        normal = wide * jax.lax.rsqrt(_mean_square(wide) + self.eps)
+        normal = wide * jax.lax.rsqrt(row_sums(wide * wide) / wide.shape[-1] + self.eps)
         if scale is None:
             return normal.astype(x.dtype)
         if self.wide:
             return (normal * (scale.astype(jnp.float32) + self.offset)).astype(x.dtype)
         return normal.astype(x.dtype) * (scale + self.offset if self.offset else scale)
-
-
-def _mean_square(x: Float[Array, "... d"]) -> Float[Array, "... 1"]:
-    """Over the last axis, summed in the same order however many rows there are.
-
-    XLA:CPU sums small arrays in another order than large ones, so small ones get rows of zeros. Over a mesh they stay
-    as they are: rows may be split.
-    """
-    d = x.shape[-1]
-    missing = -(-LARGE // d) - x.size // d
-    if missing <= 0 or axis_size("expert") * axis_size("tensor") > 1:
-        return jnp.mean(x * x, axis=-1, keepdims=True)
-    rows = jnp.pad(x.reshape(-1, d), ((0, missing), (0, 0)))
-    return jnp.mean(rows * rows, axis=-1)[: x.size // d].reshape(*x.shape[:-1], 1)
 
 
 class RMSNorm(nnx.Module):
