@@ -83,6 +83,11 @@ def test_cancels_and_their_leaks(server: Served):
     assert found == dict.fromkeys(cancels.PLANTED, True)
 
 
+def test_nothing_of_blocks_stays_behind():
+    result = cancels.of_blocks(cancels.QUICK_COUNT // cancels.BLOCKS_SHARE, seed=0)
+    assert result["held"], result
+
+
 async def _play(server: Served, *only: int) -> list[faults.Outcome]:
     """The short run's rows, on a server that runs already."""
     stage = Stage(server)
