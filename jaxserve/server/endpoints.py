@@ -244,11 +244,10 @@ def _fill(
 ) -> Job:
     """The job with its prompts, and as much output as fits behind the longest."""
     limits = model.engine.limits
-    params.check_count(
-        "best_of" if draft.tried > draft.n else "n",
-        draft.tried * draft.asked.candidates * len(read),
-        service.config.max_choices,
-    )
+    many = draft.tried * draft.asked.candidates
+    name = "best_of" if draft.tried > draft.n else "n"
+    name = "parallel.candidates" if draft.asked.candidates > 1 else name
+    params.check_count(name, many * len(read), service.config.max_choices)
     chat = isinstance(wanted, wire.ChatRequest)
     default = limits.max_output_tokens if chat else service.config.default_completion_tokens
     sampling = params.fit_output(wanted, draft.sampling, max(map(len, read)), limits, default=default)
