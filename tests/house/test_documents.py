@@ -19,6 +19,7 @@ from jaxserve.cli import cli
 from jaxserve.config import ModelConfig, ServerConfig
 from jaxserve.server import wire
 from jaxserve.server.app import SCOPES, create_app
+from jaxserve.server.extensions import ParallelDetails
 from jaxserve.server.keys import Scope, parse_ring
 from jaxserve.server.parse import parse
 from jaxserve.server.probes import create_probe_app
@@ -165,7 +166,7 @@ def test_readme_shows_probes_that_would_answer(readme):
 
 
 def test_readme_shows_a_request_that_would_be_understood(readme):
-    (block,) = blocks(readme, "console")
+    block, *_ = blocks(readme, "console")
     command, *output = block.splitlines()
     words = shlex.split(command.removeprefix("$ "))
     url, body = words[2], words[words.index("-d") + 1]
@@ -176,6 +177,18 @@ def test_readme_shows_a_request_that_would_be_understood(readme):
     # What grep leaves of each chunk is a field of the delta.
     texts = [msgspec.json.decode("{" + line + "}", type=wire.ChatDelta).content for line in output]
     assert re.match(r"\w+ .*red.*blue.*yellow", "".join(texts), re.S | re.I)
+
+
+def test_readme_shows_what_a_prediction_becomes(readme):
+    (block,) = [block for block in blocks(readme, "console") if "prediction" in block]
+    command, content, details = block.splitlines()
+    words = shlex.split(command.removeprefix("$ "))
+    request = parse(words[words.index("-d") + 1].encode(), wire.ChatRequest)
+    assert request.prediction is not None
+    said = json.loads(json.loads(content))
+    assert f"{said['name']}, {said['age']}, {said['city']}" == request.messages[0].content
+    took = parse(details.encode(), ParallelDetails)
+    assert took.drafted_tokens == took.accepted_tokens + took.rejected_tokens
 
 
 @pytest.mark.parametrize("heading", tables.TABLES)
