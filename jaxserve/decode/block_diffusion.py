@@ -22,8 +22,8 @@ from jaxserve.decode.levenshtein import Edited, Instructions
 from jaxserve.decode.sampling import SamplingRows, TokenScores, choose, choose_each, scores_each
 from jaxserve.decode.step import DecodeState, Hint, Model, Proposal, Verdict, causal
 from jaxserve.decode.tally import tally
-from jaxserve.decode.unmasking import LEVENSHTEIN, RULES, BlockRows, admissible, due, filled, overwritten
-from jaxserve.models.decoding import Decoding
+from jaxserve.decode.unmasking import BlockRows, admissible, due, filled, overwritten
+from jaxserve.models.decoding import LEVENSHTEIN, RULES, Decoding
 
 Banned = tuple[tuple[int, Bool[Array, "b w"]], ...]
 
@@ -50,7 +50,7 @@ class BlockDiffusion:
 
     Attributes:
         mask_id: the token of what is not decided.
-        rule: a name of ``unmasking.RULES``.
+        rule: a name of ``decoding.RULES``.
         threshold, edit_threshold, max_post_steps, denoising_steps, penalty, entropy_bound: where a request does not
             say; see ``unmasking.BlockRows``.
         delete_id, insert_id: tokens that Levenshtein's rule carries out; other rules never choose them.

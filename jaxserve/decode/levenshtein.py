@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.decode.unmasking import DYNAMIC, BlockRows, filled, overwritten
+from jaxserve.decode.unmasking import BlockRows, filled, overwritten
+from jaxserve.models.decoding import DYNAMIC
 from jaxserve.pytree import pytree
 
 POST_STEPS = 16  # passes at most that edit when none of the first masks is left, whatever a row asks for

@@ -10,19 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.decode.sampling import REMOVED
+from jaxserve.models.decoding import ENTROPY, NO_EDITS, PREFIX, SEQUENTIAL, STATIC
 from jaxserve.pytree import pytree
-
-# Ids of the rules, in the order of RULES.
-STATIC, DYNAMIC, SEQUENTIAL, PREFIX, ENTROPY, LEVENSHTEIN = range(6)
-RULES = (
-    "low_confidence_static",
-    "low_confidence_dynamic",
-    "sequential",
-    "left_prefix",
-    "entropy_bounded",
-    "levenshtein",
-)
-NO_EDITS = 1.0  # no confidence is above it
 
 
 @pytree

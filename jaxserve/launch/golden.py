@@ -29,7 +29,6 @@ from jaxserve.checkpoint.side_files import CONFIG, GOLDENS
 from jaxserve.config import EngineConfig, Pool
 from jaxserve.decode.score import logits
 from jaxserve.decode.strategies import facts, strategy_of
-from jaxserve.decode.unmasking import SEQUENTIAL
 from jaxserve.engine.canary import Canary
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.jax_device import JaxDevice
@@ -37,7 +36,7 @@ from jaxserve.engine.programs import Programs
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.scheduler import Policy
 from jaxserve.errors import CheckpointError, DeviceFault, SelfTestFailed
-from jaxserve.models.decoding import Decoding
+from jaxserve.models.decoding import SEQUENTIAL, Decoding
 from jaxserve.models.family import Family, family_of
 from jaxserve.models.weights import abstract, params_of
 from jaxserve.plan import draft_plan

@@ -11,6 +11,18 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 
+# Which masks of a block a pass fills: ids, in the order of their names. ``decode.unmasking.BlockRows`` explains them.
+STATIC, DYNAMIC, SEQUENTIAL, PREFIX, ENTROPY, LEVENSHTEIN = range(6)
+RULES = (
+    "low_confidence_static",
+    "low_confidence_dynamic",
+    "sequential",
+    "left_prefix",
+    "entropy_bounded",
+    "levenshtein",
+)
+NO_EDITS = 1.0  # no confidence is above it
+
 LARGEST_BLOCK, MOST_POST_STEPS = 1024, 1024
 # As LLaDA2.1's own `generate` names them; a configuration that has them speaks for one model, not for its family.
 _THRESHOLDS = {"threshold": "threshold", "edit_threshold": "editing_threshold"}
@@ -24,7 +36,7 @@ class Decoding:
         kind: ``block`` where positions to be decided hold a mask, ``canvas`` where they hold any tokens.
         block: positions that see each other, also in the prompt, counted from the first position of the text.
         mask_id: the token of a position that is not decided; -1 where there is none.
-        rule: which masks a pass fills, a name of ``decode.unmasking.RULES``.
+        rule: which masks a pass fills, a name of ``RULES``.
         threshold: probability above which a mask is filled.
         edit_threshold: probability above which a decided token is overwritten; from 1 on none is.
         post_steps: passes at most that edit when no mask is left.

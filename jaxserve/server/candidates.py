@@ -15,7 +15,6 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
 
-from jaxserve.decode.unmasking import DYNAMIC
 from jaxserve.engine.request import (
     NOTHING,
     Account,
@@ -27,7 +26,7 @@ from jaxserve.engine.request import (
     TokenLogprob,
 )
 from jaxserve.errors import EngineError, InvalidRequest, JaxserveError
-from jaxserve.models.decoding import Decoding
+from jaxserve.models.decoding import DYNAMIC, Decoding
 from jaxserve.server.late import LateStream
 from jaxserve.server.parallel import Asked, edits
 from jaxserve.server.service import Engine, ServedModel, Stream

@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxserve.decode.unmasking import NO_EDITS, SEQUENTIAL
 from jaxserve.errors import InvalidRequest
-from jaxserve.models.decoding import MOST_POST_STEPS, Decoding
+from jaxserve.models.decoding import MOST_POST_STEPS, NO_EDITS, SEQUENTIAL, Decoding
 from jaxserve.server import wire
 from jaxserve.server.extensions import Parallel
 from jaxserve.server.params import check_count, check_range

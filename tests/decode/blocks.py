@@ -14,7 +14,7 @@ from jaxserve.decode import jitted
 from jaxserve.decode.block_diffusion import BlockDiffusion
 from jaxserve.decode.step import Control, DecodeState, Hint, empty_state
 from jaxserve.decode.tally import COLUMNS
-from jaxserve.decode.unmasking import RULES
+from jaxserve.models.decoding import RULES
 from jaxserve.models.family import Family
 from tests.decode.rows import sampling_rows
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxserve.decode import jitted
 from jaxserve.decode.block_diffusion import BlockDiffusion
 from jaxserve.decode.step import causal, empty_state
-from jaxserve.decode.unmasking import RULES
+from jaxserve.models.decoding import RULES
 from jaxserve.models.family import family_of
 from tests.decode.blocks import CHUNK, POSITIONS, Asked, fill, settings_of
 from tests.models import tiny_checkpoints as tiny

@@ -13,9 +13,8 @@ from flax import nnx
 
 from jaxserve.decode.block_diffusion import BlockDiffusion, strategy_of
 from jaxserve.decode.step import Strategy
-from jaxserve.decode.unmasking import LEVENSHTEIN, RULES
 from jaxserve.models.cache import Cache
-from jaxserve.models.decoding import Decoding
+from jaxserve.models.decoding import LEVENSHTEIN, RULES, Decoding
 from tests.decode.blocks import POSITIONS, Asked, fill, hint
 from tests.decode.test_levenshtein import DELETE, INSERT, MASK, Block, V, W
 

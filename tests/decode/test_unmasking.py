@@ -9,7 +9,8 @@ import pytest
 
 from jaxserve.decode import unmasking
 from jaxserve.decode.sampling import REMOVED
-from jaxserve.decode.unmasking import DYNAMIC, ENTROPY, PREFIX, RULES, SEQUENTIAL, STATIC, BlockRows
+from jaxserve.decode.unmasking import BlockRows
+from jaxserve.models.decoding import DYNAMIC, ENTROPY, PREFIX, RULES, SEQUENTIAL, STATIC
 
 W = 8
 

@@ -9,10 +9,10 @@ import pytest
 
 from jaxserve.config import Pool
 from jaxserve.decode.tally import COLUMNS
-from jaxserve.decode.unmasking import RULES
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import COUNTED, Metrics
 from jaxserve.engine.request import NOTHING, Account, Delta, FinishReason, Request, SamplingParams
+from jaxserve.models.decoding import RULES
 from jaxserve.testing import TINY_BLOCKS, tiny_engine
 
 COUNT, BLOCK = 1000, TINY_BLOCKS["block_size"]

@@ -13,4 +13,4 @@ def test_a_request_on_its_way_knows_all_its_tokens():
 
 
 def test_a_tick_without_work_is_false():
-    assert not Tick((), (), ())
+    assert not Tick((), (), (), ())

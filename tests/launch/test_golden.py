@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 from msgspec import structs
 
-from jaxserve.decode.unmasking import RULES
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import CheckpointError, SelfTestFailed
 from jaxserve.launch import golden
 from jaxserve.launch.loading import LoadedModel, load_model
+from jaxserve.models.decoding import RULES
 from tests.launch.conftest import configured
 from tests.models import tiny_checkpoints as checkpoints
 from tests.rigs import tiny

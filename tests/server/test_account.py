@@ -26,7 +26,7 @@ def blocks(model: ServedModel) -> ServedModel:
 
 
 def generation(account: Account = TOOK, *passes: Pass) -> SimpleNamespace:
-    return SimpleNamespace(prompt_tokens=5, completion_tokens=10, account=account, passes=[list(passes)])
+    return SimpleNamespace(prompt_tokens=5, completion_tokens=10, account=account, passes=[list(passes)], rounds=[])
 
 
 def told(model: ServedModel, asked: Asked = Asked(), *, last: bool = True, **given) -> dict:  # noqa: B008

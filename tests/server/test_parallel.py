@@ -7,9 +7,8 @@ import dataclasses
 import msgspec
 import pytest
 
-from jaxserve.decode.unmasking import SEQUENTIAL
 from jaxserve.errors import InvalidRequest
-from jaxserve.models.decoding import Decoding
+from jaxserve.models.decoding import SEQUENTIAL, Decoding
 from jaxserve.server import parallel, wire
 from jaxserve.server.extensions import Parallel
 from jaxserve.server.parse import parse
