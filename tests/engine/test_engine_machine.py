@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from jaxserve.testing import HashDevice
-from tests.rigs.simulate import RARE, USUAL, Leaky, Violation, World
+from tests.rigs.simulate import RARE, USUAL, Leaky, Short, Violation, World
 
 
 class Machine(RuleBasedStateMachine):
@@ -44,9 +44,10 @@ Machine.TestCase.settings = hypothesis.settings(
 test_any_order_of_events = Machine.TestCase
 
 
-def test_a_planted_leak_is_found():
+@pytest.mark.parametrize("wrong", [Leaky, Short])
+def test_a_planted_leak_is_found(wrong):
     class Planted(Machine):
-        device = Leaky
+        device = wrong
 
     settings = hypothesis.settings(Machine.TestCase.settings, phases=[hypothesis.Phase.generate], derandomize=True)
     with pytest.raises(Violation):
