@@ -51,8 +51,10 @@ def score(model: LoadedModel, text: str) -> Iterator[tuple[str, float]]:
     The first token has none and is left out.
 
     Raises:
-        InvalidRequest: the text is empty or longer than the model's positions.
+        InvalidRequest: the text is empty or longer than the model's positions, or the model does not continue text.
     """
+    if model.family.decoding is not None:
+        raise InvalidRequest(f"{model.id} fills in text: no token is scored after those before it alone", param="model")
     ids = model.tokenizer.encode(text)
     if not 1 < len(ids) <= model.plan.model.max_positions:
         raise InvalidRequest(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from msgspec import structs
 
 from jaxserve.config import CheckpointsConfig, Config, EngineConfig, LogConfig, ModelConfig, Pool, ServerConfig
 from tests.rigs import tiny
@@ -35,9 +36,20 @@ def configured(root: Path, **engine) -> Config:
 @pytest.fixture(scope="session")
 def loaded(tiny_store):
     """The tiny model, brought to readiness."""
+    return _loaded(configured(tiny_store))
+
+
+@pytest.fixture(scope="session")
+def blocks():
+    """One that fills in blocks, brought to readiness."""
+    config = configured(tiny.tiny_store(tiny.BLOCKS))
+    return _loaded(structs.replace(config, model=structs.replace(config.model, id=tiny.BLOCKS)))
+
+
+def _loaded(config: Config):
     from jaxserve.launch.loading import load_model
 
     before = jax.config.jax_compilation_cache_dir
-    model = load_model(configured(tiny_store), lambda phase, done, total: None)
+    model = load_model(config, lambda phase, done, total: None)
     jax.config.update("jax_compilation_cache_dir", before)
     return model

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from msgspec import structs
 
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import CheckpointError, SelfTestFailed
@@ -19,7 +17,6 @@ from jaxserve.launch.loading import LoadedModel, load_model
 from jaxserve.models.decoding import RULES
 from tests.launch.conftest import configured
 from tests.models import tiny_checkpoints as checkpoints
-from tests.rigs import tiny
 
 
 def silent(phase: str, done: int, total: int) -> None:
@@ -49,17 +46,6 @@ def test_a_changed_weight_fails_the_test(loaded: LoadedModel):
     finally:
         layer["kernel"] = good
     golden.self_test(engine, loaded.folder, silent)
-
-
-@pytest.fixture(scope="module")
-def blocks() -> LoadedModel:
-    """A model that fills in blocks, brought to readiness."""
-    return load(tiny.tiny_store(tiny.BLOCKS), tiny.BLOCKS)
-
-
-def load(root: Path, name: str) -> LoadedModel:
-    config = configured(root)
-    return load_model(structs.replace(config, model=structs.replace(config.model, id=name)), silent)
 
 
 def test_where_blocks_are_filled_goldens_are_filled_one_by_one(blocks: LoadedModel):

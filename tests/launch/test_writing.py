@@ -46,3 +46,10 @@ def test_scores_are_those_of_the_tokens(loaded: LoadedModel):
     for wrong in ("", "a" * 1000):
         with pytest.raises(InvalidRequest, match="can be scored"):
             list(score(loaded, wrong))
+
+
+def test_a_model_that_fills_in_text_writes_and_scores_nothing(blocks: LoadedModel):
+    text = "".join(generate(blocks, "a", SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)))
+    assert text
+    with pytest.raises(InvalidRequest, match="fills in text"):
+        next(score(blocks, "a text"))
