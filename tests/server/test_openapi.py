@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from jaxserve import errors
 from jaxserve.config import ServerConfig
-from jaxserve.server import openapi, params, wire
+from jaxserve.server import openapi, parallel, params, wire
 from jaxserve.server.app import SCOPES, create_app
 from jaxserve.server.keys import Scope
 from jaxserve.server.openai import HTTP_REFUSALS, TABLE
@@ -140,3 +140,15 @@ def test_control_a_route_without_a_row_shows(service):
     app = create_app(service)
     app.routes.append(Route("/new", lambda request: None))
     assert served(app) - said(DOCUMENT) == {("get", "/new")}
+
+
+def test_what_is_asked_of_parallel_generation_has_its_words_and_ranges():
+    properties = DOCUMENT["components"]["schemas"]["Parallel"]["properties"]
+    assert set(properties) == set(parallel.WORDS) | set(parallel.RANGES)
+    for name, words in parallel.WORDS.items():
+        assert properties[name]["enum"] == [None, *words]
+    for name, (low, high) in parallel.RANGES.items():
+        number = properties[name]["anyOf"][0]
+        assert (number["minimum"], number["maximum"]) == (low, high)
+    events = DOCUMENT["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    assert "BlockUpdate" in str(events)
