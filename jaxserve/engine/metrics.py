@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jaxserve.engine.request import NOTHING, Account, FinishReason
+from jaxserve.engine.request import Account, FinishReason
 
 # From 1 ms: a small model on a fast device answers in less than the 0.3 s where others' buckets begin.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -125,7 +125,7 @@ class Metrics:
     def count_passes(self, kind: str, accounts: Iterable[Account]) -> None:
         """What a dispatch did to its rows; ``kind`` says how they are decoded."""
         place = KINDS.index(kind)
-        for name, count in sum(accounts, NOTHING).counts().items():
+        for name, count in Account.of(accounts).counts().items():
             if count and name in self._counted:
                 self._counted[name][place].inc(count)
 

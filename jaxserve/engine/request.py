@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxserve.errors import ContextLengthExceeded, InvalidRequest, JaxserveError
 
@@ -90,6 +90,11 @@ class Account:
 
     def __add__(self, other: Account) -> Account:
         return Account(*map(operator.add, _counts(self), _counts(other)))
+
+    @classmethod
+    def of(cls, accounts: Iterable[Account]) -> Account:
+        """All of them together."""
+        return cls(*map(sum, zip(*map(_counts, accounts), strict=True)))
 
     def counts(self) -> dict[str, int]:
         """By name."""
