@@ -91,7 +91,7 @@ class BlockUpdate(Struct, frozen=True, kw_only=True):
 
     Only for those who asked. ``choices`` is empty, so that a client that looks at no event's type takes it for a chunk
     without text. ``tokens`` are ``null`` where nothing is decided, which ``text`` shows as ``\u2591``; ``changed`` are
-    the places that differ from the update before. It begins where the text sent so far ends.
+    the places that differ from the update before. It begins behind the last token that is final.
     """
 
     id: str | UnsetType = UNSET
