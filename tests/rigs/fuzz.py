@@ -79,6 +79,12 @@ GOOD: dict[str, tuple[dict[str, Any], ...]] = {
             "stream_options": {"include_usage": True},
         },
         {"messages": TURNS, "max_tokens": 2, "chat_template_kwargs": {"enable_thinking": False}, "min_tokens": 1},
+        {
+            "messages": TURNS,
+            "max_tokens": 2,
+            "parallel": {"mode": "auto", "trace": "steps", "stream": "committed"},
+            "prediction": {"type": "content", "content": [{"type": "text", "text": "Hello"}]},
+        },
     ),
     TEXT: (
         {"prompt": "Hello", "max_tokens": 3},

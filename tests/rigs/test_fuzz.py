@@ -63,7 +63,7 @@ def test_control_an_unforeseen_failure_is_found(served, monkeypatch):
             raise KeyError(value)
 
     monkeypatch.setattr(params, "check_range", broken)
-    assert "status 500" in faults(served)
+    assert "status 500" in faults(served, 480)
 
 
 def test_control_a_repeated_body_is_found(served, monkeypatch):
@@ -98,7 +98,7 @@ def test_control_a_hang_is_found(served, monkeypatch):
             time.sleep(0.6)
 
     monkeypatch.setattr(params, "check_streaming", slow)
-    found = faults(served, 40, patience=0.4)
+    found = faults(served, 80, patience=0.4)
     assert "hang" in found
 
 
