@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,10 +56,9 @@ def test_a_piece_that_is_left_out_would_show(monkeypatch):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_it_copies_no_more_than_a_piece(kind, dtype):
     """What a fork needs beside its arguments is a small part of a slot, on any jax."""
-    cache = jax.eval_shape(lambda: family_of(FAMILIES[kind]).empty_cache(SLOTS, POSITIONS, jnp.dtype(dtype)))
-    state = jax.eval_shape(
-        lambda: empty_state(family_of(FAMILIES[kind]).empty_cache(SLOTS, POSITIONS, dtype), Autoregressive(0))
-    )
+    family = family_of(FAMILIES[kind])
+    empty = partial(family.empty_cache, SLOTS, POSITIONS, jnp.dtype(dtype))
+    cache, state = jax.eval_shape(empty), jax.eval_shape(lambda: empty_state(empty(), Autoregressive(0)))
     slot = jax.ShapeDtypeStruct((), jnp.int32)
     analysis = jitted.fork.lower(state, slot, slot).compile().memory_analysis()
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
