@@ -74,7 +74,7 @@ class Endpoints:
             plan = await self._prepare(request, place, plan_of, model, lambda: model.engine.room(tenant))
         job = dataclasses.replace(plan.job, tenant=tenant, deadline=deadline)
         charge.reserve(
-            sum(map(len, job.prompts)), len(job.prompts) * job.tried * job.asked.candidates * job.sampling.max_tokens
+            sum(map(len, job.prompts)), len(job.prompts) * job.tried * job.asked.times * job.sampling.max_tokens
         )
         generation = Generation.start(job, model)
         charge.begin(lambda: generation.generated)

@@ -76,6 +76,13 @@ class Asked:
     rescore: str = "logprob"
     fragment_tokens: int = FRAGMENT_TOKENS
 
+    @property
+    def times(self) -> int:
+        """How many times the tokens of a text are read or written at most: by candidates, one more, and a verifier."""
+        if self.candidates == 1:
+            return 1
+        return (self.candidates + 1) * (2 if self.rescore == "verifier" else 1)
+
 
 ASKED_NOTHING = Asked()
 

@@ -87,6 +87,7 @@ def test_a_verifier_reads_the_finished_text(model, blocks):
     model_of = nnx.merge(programs._graphdef, programs._params)
     verified = [request for request in sent if request.draft]
     assert len(one.scores) == len(verified) == 4
+    assert stream.generated == 8 * 8 <= 8 * asked.times
     for score, request_of in zip(one.scores, verified, strict=True):
         ids = np.zeros((1, 32), np.int32)
         ids[0, :24] = request_of.prompt + request_of.draft
@@ -103,6 +104,7 @@ def test_the_weakest_part_is_decided_anew(model, blocks):
     )
     rounds = [one for stream in streams for one in stream.rounds]
     assert all(len(one.scores) == 5 for one in rounds)
+    assert all(stream.generated == 24 * ASKED.times for stream in streams)
     assert 0 < sum(one.chosen == 4 for one in rounds) < len(rounds)
     assert all(one.scores[one.chosen] == max(one.scores) for one in rounds)
     for one in sent:

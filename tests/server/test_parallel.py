@@ -169,6 +169,7 @@ def test_candidates(models):
     wanted = asked(models["edits"], candidates=4, rescore="verifier")
     assert (wanted.candidates, wanted.rescore, wanted.fragment_tokens) == (4, "verifier", 32)
     assert asked(models["plain"], candidates=2, fragment_tokens=9).fragment_tokens == 9
+    assert (wanted.times, asked(models["plain"], candidates=4).times, asked(models["plain"]).times) == (10, 5, 1)
     for kind in ("plain", "canvas"):
         with pytest.raises(InvalidRequest) as refused:
             asked(models[kind], candidates=2, rescore="verifier")
