@@ -51,10 +51,10 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, list[Delta]]:
     return said
 
 
-def counted(metrics: Metrics) -> dict[str, float]:
-    """What the metrics say of blocks, by the account's names."""
+def counted(metrics: Metrics, kind: str = "block") -> dict[str, float]:
+    """What the metrics say, by the account's names."""
     value = metrics.registry.get_sample_value
-    return {name: value(metric, {"kind": "block"}) or 0.0 for name, (metric, _) in COUNTED.items()}
+    return {name: value(metric, {"kind": kind}) or 0.0 for name, (metric, _) in COUNTED.items()}
 
 
 def test_a_thousand_requests_add_up_and_equal_the_metrics(engine: Engine):
@@ -114,4 +114,6 @@ def test_one_token_a_pass_is_what_it_says(engine: Engine):
 
 def test_account_and_columns_have_the_same_names():
     assert tuple(NOTHING.counts()) == COLUMNS
-    assert (Account(passes=1, drafted=2) + Account(passes=2, wasted=3)).counts()["passes"] == 3
+    one, two = Account(passes=1, drafted=2), Account(passes=2, wasted=3)
+    assert one + two == Account.of([one, two]) == Account(passes=3, drafted=2, wasted=3)
+    assert Account.of([]) == NOTHING
