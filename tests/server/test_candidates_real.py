@@ -115,3 +115,32 @@ def test_the_weakest_part_is_decided_anew(model, blocks):
             assert len(fragment) == 8
     again, *_ = answered(in_blocks(model), blocks, request("r2", seed=2))
     assert again[0] == texts[2]
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_who_leaves_in_the_middle_leaves_nothing(model, tiny, rounds: int):
+    async def run():
+        running = AsyncEngine(tiny)
+        try:
+            stream = Candidates(
+                request(max_tokens=80), dataclasses.replace(model, engine=running), ASKED, asyncio.Lock()
+            )
+            stream.begin()
+            deltas = aiter(stream)
+            for _ in range(rounds):
+                await anext(deltas)
+            reading = asyncio.create_task(anext(deltas))
+            await asyncio.sleep(0.003)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            stream.cancel()
+            for _ in range(500):
+                if not tiny.has_work:
+                    break
+                await asyncio.sleep(0.01)
+            assert not tiny.has_work
+            assert tiny._scheduler.running == tiny._scheduler.waiting == 0
+        finally:
+            running.close()
+
+    asyncio.run(run())
