@@ -14,6 +14,7 @@ import json
 import random
 import string
 from collections.abc import Iterator
+from itertools import islice
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -30,6 +31,9 @@ LAST = _words(
 )
 CITIES = _words("Paris Berlin Tokyo Lima Cairo Oslo Delhi Quito Athens Bogota Dublin Hanoi Madrid Nairobi Seoul Vienna")
 AGES = range(18, 80)
+CONSONANTS = _words("l m n r s t d k b f g h j p v w z c q x sh ch th st tr br")
+VOWELS = _words("a e i o u y ai ou")
+LONGEST = 7  # letters of a word
 
 HELD_OUT = 10  # one of so many
 PRINTABLE = "".join(map(chr, range(0x20, 0x7F)))
@@ -63,13 +67,27 @@ class Record:
         return digest[0] % HELD_OUT == 0
 
 
-def records(seed: int, *, held_out: bool) -> Iterator[Record]:
-    """Records without end, the same for the same seed, none of the other kind."""
+def records(seed: int, *, held_out: bool, strange: float = 0.0) -> Iterator[Record]:
+    """Records without end, the same for the same seed, held out or for training.
+
+    Args:
+        strange: how often a name or a city is made up, of syllables that nobody need have seen together.
+    """
     draw = random.Random(seed)
+
+    def word(known: tuple[str, ...]) -> str:
+        return _made_up(draw) if strange and draw.random() < strange else draw.choice(known)
+
     while True:
-        record = Record(*map(draw.choice, (FIRST, LAST, AGES, CITIES)))
+        record = Record(word(FIRST), word(LAST), draw.choice(AGES), word(CITIES))
         if record.held_out == held_out:
             yield record
+
+
+def _made_up(draw: random.Random) -> str:
+    """A capitalised word of 3 to 7 letters that can be pronounced, more or less."""
+    syllables = (draw.choice(CONSONANTS) + draw.choice(VOWELS) for _ in range(draw.randint(2, 3)))
+    return ("".join(syllables) + draw.choice(("", *CONSONANTS[:8]))).capitalize()[:LONGEST]
 
 
 def held_out(count: int = 500) -> list[Record]:
@@ -80,6 +98,11 @@ def held_out(count: int = 500) -> list[Record]:
         if len(found) == count:
             return list(found)
     raise AssertionError("there is always another record")
+
+
+def strangers(count: int = 200) -> list[Record]:
+    """Held-out records of which every name and city is made up: has a model learnt to copy, or only words?"""
+    return list(islice(records(0, held_out=True, strange=1.0), count))
 
 
 def corrupted(text: str, count: int, seed: int) -> tuple[str, tuple[int, ...]]:

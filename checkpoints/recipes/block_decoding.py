@@ -20,8 +20,8 @@ from checkpoints.recipes.blocks import merged, seen
 from checkpoints.recipes.characters import END, MASK, decode, encode, prompt
 from jaxserve.models.decoder import Decoder
 
-# Of tokens ``[b, t]``: the best token of each position of the last block, and its probability.
-Guess = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+# Of tokens ``[b, t]`` and a block's first position: the best token of each of its positions, and its probability.
+Guess = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 POST_STEPS = 16
 
@@ -58,19 +58,22 @@ class Found:
 
 
 def guesser(graphdef: nnx.GraphDef[Decoder], leaves: dict[str, Array], block: int) -> Guess:
-    """What a model would write; compiled once for each number of blocks."""
+    """What a model would write. What stands behind a block is seen by nobody in it, so one program does for all."""
 
     @jax.jit
-    def passed(leaves: dict[str, Array], tokens: Int[Array, "b t"]) -> tuple[Int[Array, "b w"], Float[Array, "b w"]]:
+    def passed(
+        leaves: dict[str, Array], tokens: Int[Array, "b t"], first: Int[Array, ""]
+    ) -> tuple[Int[Array, "b w"], Float[Array, "b w"]]:
         b, t = tokens.shape
         model = merged(graphdef, leaves)
         mask = jnp.broadcast_to(jnp.asarray(seen(t, block)), (b, t, t))
         hidden, _ = model(tokens, jnp.zeros(b, jnp.int32), mask)
-        logits = model.logits(hidden[:, -block:]).at[..., MASK].set(-jnp.inf)
+        own = jax.lax.dynamic_slice_in_dim(hidden, first, block, axis=1)
+        logits = model.logits(own).at[..., MASK].set(-jnp.inf)
         return jnp.argmax(logits, axis=-1), jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
 
-    def guess(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        best, share = passed(leaves, jnp.asarray(tokens))
+    def guess(tokens: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+        best, share = passed(leaves, jnp.asarray(tokens), jnp.int32(first))
         return np.asarray(best), np.asarray(share)
 
     return guess
@@ -94,8 +97,8 @@ def answer(
         canvas, fixed = tokens[:, first : first + block], given[:, first : first + block]
         busy, post = ~(ended | fixed.all(axis=1)), np.zeros(len(records), int)
         while busy.any():
-            best, share = guess(tokens[:, : first + block])
-            masked = (canvas == MASK) & ~fixed
+            best, share = guess(tokens, first)
+            masked = (canvas == MASK) & ~fixed & ~_behind_end(canvas, fixed)
             post += ~masked.any(axis=1)
             surest = np.argmax(np.where(masked, share, -1.0), axis=1)
             fill = masked & ((share > way.fill) | (np.arange(block) == surest[:, None]))
@@ -109,6 +112,12 @@ def answer(
             break
     texts = [decode(row[mine.sum() :].tolist()) for row, mine in zip(tokens, given, strict=True)]
     return Found(texts, tokens, passes, edits)
+
+
+def _behind_end(canvas: np.ndarray, fixed: np.ndarray) -> np.ndarray:
+    """Positions behind an end token that nothing undecided stands before: nobody waits for them."""
+    ends = np.logical_and.accumulate(canvas != MASK, axis=1) & (canvas == END) & ~fixed
+    return np.cumsum(ends, axis=1) > ends
 
 
 def exact(guess: Guess, records: Sequence[Record], positions: int, block: int, way: Way) -> dict[str, float]:
