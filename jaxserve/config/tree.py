@@ -94,6 +94,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     steps_per_dispatch: Annotated[
         Auto | Annotated[int, Meta(ge=1, le=256)], means("decode steps before the host looks at the tokens")
     ] = "auto"
+    draft_tokens: Annotated[
+        Auto | tuple[Annotated[int, Meta(ge=1, le=64)], ...],
+        means("drafts that a pass may verify, ascending; `[]`: none; `auto`: 7 where no bit depends on it"),
+    ] = "auto"
     memory_limit_bytes: Annotated[Auto | Bytes, means("memory to plan for; `auto`: what the device reports")] = "auto"
     memory_headroom: Annotated[float, Meta(ge=0, lt=1), means("share of the memory that the plan leaves free")] = 0.1
     compilation_cache: Annotated[Path | None, means("folder that keeps compiled programs from start to start")] = Path(

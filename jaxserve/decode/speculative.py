@@ -89,17 +89,17 @@ class Speculative:
     def memory(self, slots: int, positions: int) -> DraftMemory:
         """Nobody has drafts."""
 
-        def zeros(*shape: int, dtype: type = jnp.int32) -> Array:
-            return jnp.zeros((slots, *shape), dtype)
+        def zeros(*shape: int) -> Int[Array, "..."]:
+            return jnp.zeros((slots, *shape), jnp.int32)
 
         return DraftMemory(
             prediction=zeros(positions),
             predicted=zeros(),
             cursor=zeros() - 1,
             most=zeros(),
-            price=zeros(len(self.lengths), dtype=jnp.float32) + 1,
-            kept=zeros(dtype=jnp.float32),
-            tried=zeros(dtype=jnp.float32),
+            price=jnp.ones((slots, len(self.lengths)), jnp.float32),
+            kept=jnp.zeros(slots, jnp.float32),
+            tried=jnp.zeros(slots, jnp.float32),
         )
 
     def hand(self, memory: DraftMemory, slot: Int[Array, ""], hint: Hint) -> DraftMemory:

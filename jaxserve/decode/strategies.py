@@ -6,32 +6,42 @@ Knows every strategy, so that nobody else has to: whoever serves or plans a mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.typing import DTypeLike
 
 from jaxserve.decode import block_diffusion, canvas
 from jaxserve.decode.autoregressive import Autoregressive
+from jaxserve.decode.speculative import Speculative
 from jaxserve.decode.step import Strategy
 from jaxserve.models.family import Family
 
+# A pass over eight tokens of a row costs little more than one over two where weights are read from memory.
+DRAFTS = (7,)
+
 
 def strategy_of(
-    family: Family, dtype: DTypeLike, alternatives: int, generation: Mapping[str, Any] | None = None
+    family: Family,
+    dtype: DTypeLike,
+    alternatives: int,
+    generation: Mapping[str, Any] | None = None,
+    *,
+    drafts: Literal["auto"] | tuple[int, ...] = "auto",
 ) -> Strategy:
     """The strategy of a family.
 
     Args:
         dtype: of the model's numbers.
         alternatives: most likely tokens reported beside each emitted one.
+        drafts: the setting ``engine.draft_tokens``; models that fill in text make none.
         generation: the checkpoint's ``generation_config.json``, if it is at hand; changes numbers, never a shape.
 
     Raises:
         ConfigError: a setting there that cannot be.
     """
     if family.decoding is None:
-        return _of_continued_text(alternatives)
+        return _of_continued_text(family, alternatives, drafts)
     if family.decoding.kind == "canvas":
         return canvas.strategy_of(family, dtype, alternatives, generation)
     return block_diffusion.strategy_of(family.decoding, alternatives)
@@ -47,6 +57,7 @@ def facts(strategy: Strategy, family: Family) -> dict[str, Any]:
     return {"widths": strategy.widths, "hands": hands, "decodes": decodes}
 
 
-def _of_continued_text(alternatives: int) -> Strategy:
-    """Of families that continue a text."""
-    return Autoregressive(alternatives)
+def _of_continued_text(family: Family, alternatives: int, drafts: Literal["auto"] | tuple[int, ...]) -> Strategy:
+    """Of families that continue a text: with drafts by default where nothing but time can depend on them."""
+    lengths = (DRAFTS if family.config.steady else ()) if drafts == "auto" else tuple(sorted(set(drafts)))
+    return Speculative(lengths, alternatives) if lengths else Autoregressive(alternatives)

@@ -21,6 +21,9 @@ from jaxserve.engine.rows import RowTable
 from jaxserve.engine.work import Emitted
 from jaxserve.plan import Chunk, Plan
 
+# Passes of each width that are timed at the start; the fastest counts.
+WEIGHED = 3
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JaxLog:
@@ -95,6 +98,8 @@ class JaxDevice:
         self._controls = [programs.idle(pool) for pool in self._pools]
         self._states = [programs.empty(pool) for pool in self._pools]
 
+        self._prices: list[dict[str, float]] = [{} for _ in self._pools]
+
     @property
     def plan(self) -> Plan:
         """Every static shape."""
@@ -106,6 +111,8 @@ class JaxDevice:
         for pool in self._pools:
             self._call_all(pool)
         slowest = max(self._call_all(pool) for pool in self._pools)
+        for pool in self._pools:
+            self._prices[pool] = self._weigh(pool)
         self.compile_watch.arm(on_compile)
         return slowest
 
@@ -133,7 +140,7 @@ class JaxDevice:
         request = admission.request
         self._rows[pool].set(slot, request, admission.stop_ids, admission.seed)
         if self.plan.hands:
-            hint = self.programs.hint(pool, request.draft, dict(request.settings))
+            hint = self.programs.hint(pool, request.draft, self._prices[pool] | dict(request.settings))
             self._states[pool] = self.programs.hand(pool, self._states[pool], slot, hint)
         control, pending = self._controls[pool], admission.tokens[admission.length :]
         width = min(len(pending), control.pending.shape[1])
@@ -189,3 +196,29 @@ class JaxDevice:
             self.scrub(pool, slot)
         self.wait((pool,))
         return max(times)
+
+    def _weigh(self, pool: int) -> dict[str, float]:
+        """What passes of several drafts cost, in passes without any, every slot full; by the strategy's own names."""
+        lengths = [width - 1 for width in self.plan.widths[1:]]
+        if f"price_{1 + sum(lengths[:1])}" not in self.programs.strategy.settings:
+            return {}
+        times = {length: min(self._pass_of(pool, length) for _ in range(WEIGHED)) for length in (0, *lengths)}
+        return {f"price_{1 + length}": times[length] / times[0] for length in lengths}
+
+    def _pass_of(self, pool: int, drafts: int) -> float:
+        """Seconds of a pass in which each slot has so many drafts."""
+        shape = self.plan.pools[pool]
+        prompt = (0,) * max(1, shape.length - drafts - 2)
+        settings = (("drafts", float(drafts)), *((f"price_{width}", 1e-3) for width in self.plan.widths[1:]))
+        greedy = SamplingParams(max_tokens=drafts + 2, temperature=0.0)
+        request = Request("warm-up", prompt, greedy, draft=(0,) * drafts, settings=settings)
+        for slot in range(shape.slots):
+            self.admit(pool, slot, Admission(request, prompt, (), 0, shape.read(len(prompt))))
+        self.wait((pool,))
+        began = time.monotonic()
+        self.run(pool, range(shape.slots), 1).read()
+        taken = time.monotonic() - began
+        for slot in range(shape.slots):
+            self.clear(pool, slot)
+            self.scrub(pool, slot)
+        return taken

@@ -180,6 +180,12 @@ class DecoderConfig:
         return Cache(tuple(layers), positions, slots)
 
     @property
+    def steady(self) -> bool:
+        """Whether a token's numbers are the same, bit for bit, however many tokens a pass reads (on one device)."""
+        parts = (part for layer in self.layers for part in (layer.mixer, layer.ffn))
+        return all(getattr(part, "steady", False) for part in parts)
+
+    @property
     def shape(self) -> ModelShape:
         """What the plan needs to know."""
         mixers = [layer.mixer for layer in self.layers]

@@ -34,6 +34,11 @@ class MLPConfig:
         """Numbers of a token's widest activation."""
         return 2 * self.ffn
 
+    @property
+    def steady(self) -> bool:
+        """See ``DecoderConfig``."""
+        return True
+
     def build(self, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> GatedMLP:
         """The module."""
         return GatedMLP(self, width, dtype=dtype, rngs=rngs)

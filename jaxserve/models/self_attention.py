@@ -75,6 +75,11 @@ class AttentionConfig:
         """Numbers of a token's widest activation."""
         return self.kv_heads * sum(self.parts) * self.head_size
 
+    @property
+    def steady(self) -> bool:
+        """See ``DecoderConfig``: a ring has no room for several new positions among those that are still seen."""
+        return self.window is None
+
     def build(self, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> SelfAttention:
         """The module."""
         return SelfAttention(self, width, dtype=dtype, rngs=rngs)

@@ -1,22 +1,27 @@
-"""Counts by name become columns in their order."""
+"""Counts by name."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxserve.decode.tally import COLUMNS, tally
+from jaxserve.engine.request import Account
 
 
-def test_columns_are_in_their_places():
-    found = tally(2, drafted=jnp.asarray([3, 4]), post_steps=jnp.asarray([1, 0]))
-    assert (found.shape, found.dtype) == ((2, len(COLUMNS)), jnp.int32)
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in np.asarray(found).tolist()]
-    assert rows[0] == dict.fromkeys(COLUMNS, 0) | {"drafted": 3, "post_steps": 1}
-    assert rows[1] == dict.fromkeys(COLUMNS, 0) | {"drafted": 4}
+def test_columns_are_found_by_name():
+    counts = tally(2, accepted=jnp.asarray([3, 4]), passes=jnp.asarray([1, 1]))
+    assert counts[:, COLUMNS.index("accepted")].tolist() == [3, 4]
+    assert counts.sum() == 9
+    assert counts.dtype == jnp.int32
 
 
-def test_a_name_that_nobody_knows_is_a_mistake():
+def test_the_host_counts_the_same():
+    assert [field.name for field in dataclasses.fields(Account)] == list(COLUMNS)
+
+
+def test_an_unknown_name_is_refused():
     with pytest.raises(AssertionError):
-        tally(1, drafts=jnp.zeros(1, jnp.int32))
+        tally(1, guessed=jnp.asarray([1]))

@@ -15,7 +15,7 @@ from jaxserve.engine.request import NOTHING, Account, Delta, FinishReason, Reque
 from jaxserve.models.decoding import RULES
 from jaxserve.testing import TINY_BLOCKS, tiny_engine
 
-COUNT, BLOCK = 1000, TINY_BLOCKS["block_size"]
+COUNT, BLOCK, DRAFTS = 1000, TINY_BLOCKS["block_size"], 3
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,30 @@ def test_a_thousand_requests_add_up_and_equal_the_metrics(engine: Engine):
     assert min(total.rejected, total.edited, total.wasted, total.post_steps) > 0
     assert {name: total.counts()[name] for name in COUNTED} == counted(engine.metrics)
     assert engine.metrics.registry.get_sample_value("jaxserve_tokens_per_pass_count", {"kind": "block"}) == COUNT
+    assert engine.recompiles == 0
+
+
+def test_drafts_of_a_model_that_continues_text_add_up_too():
+    """Each pass makes one token more than the drafts that it keeps."""
+    engine = tiny_engine(
+        (Pool(16, 64),), prefill_buckets=(32,), max_logprobs=5, max_logit_bias=8, draft_tokens=(DRAFTS,)
+    )
+    dice, total = random.Random(0), NOTHING
+    requests = []
+    for index in range(300):
+        settings = (("drafts", dice.choice([0, 1, DRAFTS])),) if dice.random() < 0.6 else ()
+        requests.append(dataclasses.replace(request(dice, str(index)), settings=settings))
+    engine.metrics = Metrics()
+    said = run(engine, requests)
+    for one in requests:
+        account, tokens = said[one.id][-1].account, sum(len(delta.tokens) for delta in said[one.id])
+        assert account.drafted == account.accepted + account.rejected
+        assert tokens + account.wasted == account.passes + account.accepted
+        if dict(one.settings).get("drafts") == 0:
+            assert (account.drafted, account.passes) == (0, tokens)
+        total += account
+    assert min(total.accepted, total.rejected, total.predicted_rejected) > 0
+    assert {name: total.counts()[name] for name in COUNTED} == counted(engine.metrics, "speculative")
     assert engine.recompiles == 0
 
 

@@ -29,9 +29,7 @@ from tests.reference.tiny_families import MASK
 
 FILE = Path(__file__).with_name("blocks.json")
 BLOCKS = 4  # decoded behind each prompt
-SMALLEST_GAP = (
-    1e-4  # of logits, of probabilities to a threshold, and what is put in order: far above noise
-)
+SMALLEST_GAP = 1e-4  # of logits, of probabilities to a threshold, and what is put in order: far above noise
 SEEDS = 200
 SHARP = 4.0  # factor on the head: random weights are sure of nothing
 JOINT = {"threshold": 0.4, "edit_threshold": 0.7, "post_steps": 16}
