@@ -88,12 +88,13 @@ def tiny_plan(
     family: Family, pools: tuple[Pool, ...] = (Pool(4, 128),), mesh: MeshShape = ONE_DEVICE, **settings: Any
 ) -> Plan:
     """A plan for a tiny model in float32; without drafts, which take as long again to compile, unless they are set."""
-    config, devices = EngineConfig(pools=pools, **{"draft_tokens": ()} | settings), mesh.devices
+    config, devices = EngineConfig(pools=pools, **settings), mesh.devices
     plan = make_plan(
         family.shape, config, dtype="float32", dtype_bytes=4, memory_limit=2**32, mesh=mesh, devices=devices
     )
     return dataclasses.replace(
-        plan, **facts(strategy_of(family, jnp.float32, plan.max_logprobs, drafts=config.draft_tokens), family)
+        plan,
+        **facts(strategy_of(family, jnp.float32, plan.max_logprobs, drafts=settings.get("draft_tokens", ())), family),
     )
 
 
@@ -114,7 +115,7 @@ def tiny_engine(
     devices = None if mesh.devices == 1 else make_mesh(mesh.expert, mesh.tensor)
     params = random_params(family, seed, mesh=devices)
     graphdef: nnx.GraphDef[Any] = family.graphdef(jnp.float32)
-    strategy = strategy_of(family, jnp.float32, plan.max_logprobs, drafts=settings.get("draft_tokens", ()))
+    strategy = strategy_of(family, jnp.float32, plan.max_logprobs, drafts=tuple(width - 1 for width in plan.widths[1:]))
     programs = Programs(plan, family, graphdef, params, strategy, devices)
     slots = sum(pool.slots for pool in plan.pools)
     engine = Engine(JaxDevice(programs), policy or Policy(slots, 256, 60.0, 600.0, 0.0), eos=eos, metrics=metrics)

@@ -86,7 +86,9 @@ def _check_tree(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Non
     stored = {leaf.path: leaf for leaf in manifest.read(folder).tree}
     for path in sorted(stored.keys() ^ wanted.keys()):
         side = "lacks" if path in wanted else "has"
-        raise CheckpointError(f"{folder} {side} the parameter {path}, contrary to its configuration.")
+        raise CheckpointError(
+            f"{folder} {side} the parameter {path}, contrary to this version of jaxserve: pull or convert it again."
+        )
     for path, leaf in wanted.items():
         if stored[path].shape != tuple(leaf.shape):
             raise CheckpointError(f"{folder}: {path} has shape {stored[path].shape}, wanted is {tuple(leaf.shape)}.")

@@ -95,8 +95,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Auto | Annotated[int, Meta(ge=1, le=256)], means("decode steps before the host looks at the tokens")
     ] = "auto"
     draft_tokens: Annotated[
-        Auto | tuple[Annotated[int, Meta(ge=1, le=64)], ...],
-        means("drafts that a pass may verify, ascending; `[]`: none; `auto`: 7 where no bit depends on it"),
+        Auto | tuple[Annotated[int, Meta(ge=1, le=64)], ...] | None,
+        means("drafts that a pass may verify; `auto`: 7 where no bit depends on it, else none"),
     ] = "auto"
     memory_limit_bytes: Annotated[Auto | Bytes, means("memory to plan for; `auto`: what the device reports")] = "auto"
     memory_headroom: Annotated[float, Meta(ge=0, lt=1), means("share of the memory that the plan leaves free")] = 0.1
@@ -112,7 +112,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     native_kernels: Annotated[
         Literal["auto", "off"],
-        means("kernels of experts on CPU; `auto`: in C++, if built and the processor has AVX-512; `off`: XLA's own"),
+        means("experts on CPU; `auto`: in C++, if built and the processor has AVX-512; `off`: by XLA"),
     ] = "auto"
 
 

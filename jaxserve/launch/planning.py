@@ -96,7 +96,7 @@ def draft(config: Config, family: Family, there: Hardware) -> Plan:
     )
     # Elsewhere than on one CPU a product's bits depend on how many rows it has.
     asked, alone = config.engine.draft_tokens, there.platform == "cpu" and drafted.mesh.devices == 1
-    drafts = asked if asked != "auto" or alone else ()
+    drafts = () if asked is None or (asked == "auto" and not alone) else asked
     strategy = strategy_of(family, drafted.dtype, drafted.max_logprobs, drafts=drafts)
     decoded = facts(strategy, family)
     return dataclasses.replace(drafted, multiplies=multiplies(drafted, there.platform), **decoded)

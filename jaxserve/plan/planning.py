@@ -188,7 +188,8 @@ class Plan:
         lines = [] if self.multiplies is None else [f"experts: multiplied by {self.multiplies}"]
         if self.mesh.expert > 1:
             least = math.inf if self.exchange_tokens is None else self.exchange_tokens
-            sizes = {size for pool in self.pools for size in (*pool.buckets, pool.rows)}
+            steps = {pool.rows * width for pool in self.pools for width in self.widths}
+            sizes = steps.union(*(pool.buckets for pool in self.pools))
             sent = ", ".join(str(size) for size in sorted(sizes) if size >= least)
             where = "to all devices" if not sent else f"to all devices, in passes of {sent} to their experts' only"
             lines.append(f"tokens: {where}")

@@ -33,7 +33,7 @@ def test_serve_hands_over_the_settings(capsys, toy, monkeypatch):
 def test_plan(capsys, toy):
     output = run(capsys, "plan")
     assert "cache, pool 2x64" in output
-    assert "programs: 3" in output
+    assert "programs: 5" in output
 
 
 def test_plan_of_what_is_not_here(capsys, toy):

@@ -57,7 +57,7 @@ class Remembering(Autoregressive):
 
     vocab_size: int = 0
 
-    def memory(self, slots: int, positions: int) -> Any:  # noqa: ARG002
+    def memory(self, slots: int, positions: int) -> Any:
         """No scores yet."""
         return jnp.zeros((slots, self.vocab_size))
 
