@@ -33,6 +33,7 @@ from jaxserve.models.weights import Piece, Rule, as_held, nest
 logging.getLogger("absl").setLevel(logging.ERROR)
 
 FOLDER: Final = "params"
+COMMITTED: Final = "commit_success.txt"  # by which a saved folder is known to be whole
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
@@ -217,3 +218,5 @@ def _save(folder: Path, leaves: Mapping[str, NDArray[Any]]) -> None:
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     with context:
         ocp.save(folder, nest(leaves))
+    # It says where the folder lay while it was written, which is nobody's business and nowhere any more.
+    (folder / COMMITTED).write_text("complete\n", encoding="utf-8")

@@ -59,7 +59,7 @@ def test_goldens_are_computed_from_the_version_to_be(uncaged, store, forms):
         draft = manifest.read(folder)  # what `restore` needs is there already
         assert draft.goldens is None
         assert len(draft.tree) > 10
-        assert (folder / "params" / "commit_success.txt").is_file()
+        assert (folder / "params" / "commit_success.txt").read_text() == "complete\n"
         return {"prompts": [[1, 2]], "greedy": [[3, 4]]}
 
     published = convert(forms["folder"], store, "tiny", goldens=goldens)
