@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.axes import ONE_DEVICE, MeshShape
 from jaxserve.config import EngineConfig, Pool
-from jaxserve.decode.strategies import facts, strategy_of
+from jaxserve.decode.strategies import facts, planned_strategy, strategy_of
 from jaxserve.engine.device import Admission, Progress
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.jax_device import JaxDevice
@@ -115,8 +115,7 @@ def tiny_engine(
     devices = None if mesh.devices == 1 else make_mesh(mesh.expert, mesh.tensor)
     params = random_params(family, seed, mesh=devices)
     graphdef: nnx.GraphDef[Any] = family.graphdef(jnp.float32)
-    strategy = strategy_of(family, jnp.float32, plan.max_logprobs, drafts=tuple(width - 1 for width in plan.widths[1:]))
-    programs = Programs(plan, family, graphdef, params, strategy, devices)
+    programs = Programs(plan, family, graphdef, params, planned_strategy(plan, family), devices)
     slots = sum(pool.slots for pool in plan.pools)
     engine = Engine(JaxDevice(programs), policy or Policy(slots, 256, 60.0, 600.0, 0.0), eos=eos, metrics=metrics)
     engine.warm_up()

@@ -16,6 +16,7 @@ from jaxserve.decode.autoregressive import Autoregressive
 from jaxserve.decode.speculative import Speculative
 from jaxserve.decode.step import Strategy
 from jaxserve.models.family import Family
+from jaxserve.plan import Plan
 
 # A pass over eight tokens of a row costs little more than one over two where weights are read from memory.
 DRAFTS = (7,)
@@ -45,6 +46,12 @@ def strategy_of(
     if family.decoding.kind == "canvas":
         return canvas.strategy_of(family, dtype, alternatives, generation)
     return block_diffusion.strategy_of(family.decoding, alternatives)
+
+
+def planned_strategy(plan: Plan, family: Family, generation: Mapping[str, Any] | None = None) -> Strategy:
+    """The strategy that a plan counts with: whatever it compiles or serves, its widths are the plan's."""
+    drafts = tuple(width - 1 for width in plan.widths[1:])
+    return strategy_of(family, plan.dtype, plan.max_logprobs, generation, drafts=drafts)
 
 
 def facts(strategy: Strategy, family: Family) -> dict[str, Any]:

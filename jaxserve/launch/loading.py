@@ -20,7 +20,7 @@ from jaxserve.checkpoint.restore import restore
 from jaxserve.checkpoint.side_files import GENERATION_CONFIG
 from jaxserve.config import Config
 from jaxserve.decode.step import Strategy
-from jaxserve.decode.strategies import strategy_of
+from jaxserve.decode.strategies import planned_strategy
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.jax_device import JaxDevice
 from jaxserve.engine.programs import Programs
@@ -92,8 +92,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
     generation = read_json(folder / GENERATION_CONFIG)
     eos = end_tokens(tokenizer.eos_ids, generation, hf)
     graphdef = family.graphdef(jnp.dtype(planned.dtype), routing_of(planned))
-    drafts = tuple(width - 1 for width in planned.widths[1:])
-    strategy = strategy_of(family, planned.dtype, planned.max_logprobs, generation, drafts=drafts)
+    strategy = planned_strategy(planned, family, generation)
     programs = Programs(planned, family, graphdef, params, strategy, mesh)
     engine = Engine(JaxDevice(programs), _policy(config, planned), eos=eos)
     engine.warm_up(progress)

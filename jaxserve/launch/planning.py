@@ -19,7 +19,7 @@ from jaxserve.checkpoint import Progress, silent
 from jaxserve.checkpoint.side_files import CONFIG
 from jaxserve.checkpoint.store import Store
 from jaxserve.config import Config
-from jaxserve.decode.strategies import facts, strategy_of
+from jaxserve.decode.strategies import facts, planned_strategy, strategy_of
 from jaxserve.engine.programs import Programs
 from jaxserve.errors import CheckpointError, PlanError
 from jaxserve.launch.device import this_machine
@@ -155,8 +155,8 @@ def abstract_programs(planned: Plan, family: Family) -> Programs:
     mesh = mesh_of(planned)
     dtype = jnp.dtype(planned.dtype)
     params = params_of(abstract(family.rules, dtype, mesh))
-    strategy = strategy_of(family, dtype, planned.max_logprobs)
-    return Programs(planned, family, family.graphdef(dtype, routing_of(planned)), params, strategy, mesh)
+    graphdef = family.graphdef(dtype, routing_of(planned))
+    return Programs(planned, family, graphdef, params, planned_strategy(planned, family), mesh)
 
 
 def with_workspace(planned: Plan, family: Family, progress: Progress = silent) -> Plan:

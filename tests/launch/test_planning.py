@@ -114,6 +114,13 @@ def test_programs_are_traced_as_the_plan_says(tiny_json):
     assert programs._graphdef == family.graphdef(jnp.float32, Routing("ragged_dot", 64)) != family.graphdef(jnp.float32)
 
 
+@pytest.mark.parametrize(("drafts", "widths"), [("auto", (1, 8)), (None, (1,)), ((2, 4), (1, 3, 5))])
+def test_programs_read_as_many_tokens_as_the_plan_counts(tiny_json, drafts, widths):
+    planned = plan(configured(draft_tokens=drafts), tiny_json)
+    assert planned.widths == widths
+    assert planning.abstract_programs(planned, family_of(TINY)).strategy.widths == widths
+
+
 def test_on_a_cpu_the_plan_names_native_kernels_or_says_why_not(monkeypatch):
     mixtral = Path(__file__).parents[1] / "reference" / "tiny" / "mixtral" / "config.json"
     off = plan(configured(native_kernels="off"), mixtral)
