@@ -17,9 +17,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.decode import levenshtein
-from jaxserve.decode.block_memory import BlockMemory, by_rows, ends, joined, moved, with_block
+from jaxserve.decode.block_memory import (
+    BlockMemory,
+    by_rows,
+    default_rows,
+    draft_at,
+    ends,
+    joined,
+    with_block,
+    with_settings,
+)
 from jaxserve.decode.levenshtein import Edited, Instructions
-from jaxserve.decode.sampling import SamplingRows, TokenScores, choose, choose_each, scores_each
+from jaxserve.decode.places import moved
+from jaxserve.decode.sampling import SamplingRows, TokenScores, choose, choose_each, scores_if
 from jaxserve.decode.step import DecodeState, Hint, Model, Proposal, Verdict, causal
 from jaxserve.decode.tally import tally
 from jaxserve.decode.unmasking import BlockRows, admissible, due, filled, overwritten
@@ -91,29 +101,21 @@ class BlockDiffusion:
 
     def memory(self, slots: int, positions: int) -> BlockMemory:
         """Nothing decided, in no slot."""
-        rows = {
-            name: jnp.full(slots, value, jnp.int32 if isinstance(value, int) else jnp.float32)
-            for name, value in self._defaults().items()
-        }
-        return self._anew(BlockRows(**rows), jnp.full((slots, positions), -1, jnp.int32))
+        rows = default_rows(BlockRows, slots, self._defaults())
+        return self._anew(rows, jnp.full((slots, positions), -1, jnp.int32))
 
     def hand(self, memory: BlockMemory, slot: Int[Array, ""], hint: Hint) -> BlockMemory:
         """A new request's draft and settings; what it does not set, or the model cannot do, is the strategy's."""
-        default = self._defaults()
         told = dict(zip(self.settings, hint.settings, strict=True))
         if self.instructions is None:
             told["rule"] = jnp.where(told["rule"] == LEVENSHTEIN, jnp.nan, told["rule"])
-        rows = {}
-        for name, value in told.items():
-            row = getattr(memory.rows, name)
-            chosen = jnp.where(jnp.isnan(value), default[name], value)
-            rows[name] = row.at[slot].set(chosen.astype(row.dtype))
+        rows = with_settings(memory.rows, slot, told, self._defaults())
         given = (jnp.arange(len(hint.draft)) < hint.drafted) & (hint.draft != self.mask_id)
         if self.instructions is not None:
             given &= ~self.instructions.among(hint.draft)
         draft = memory.draft.at[slot].set(jnp.where(given, hint.draft, -1))
-        fresh = self._anew(BlockRows(**rows), draft)
-        kept = dataclasses.replace(memory, rows=fresh.rows, draft=draft)
+        fresh = self._anew(rows, draft)
+        kept = dataclasses.replace(memory, rows=rows, draft=draft)
         return by_rows(jnp.arange(len(memory.step)) == slot, fresh, kept)
 
     def propose(self, model: Model, state: DecodeState, rows: SamplingRows) -> Proposal:  # noqa: ARG002
@@ -236,10 +238,7 @@ class BlockDiffusion:
 
     def _drafted(self, memory: BlockMemory, rows: SamplingRows, places: Int[Array, "b w"]) -> Int[Array, "b w"]:
         """The caller's draft at some places of the text; -1 where there is none, or where the row would not edit it."""
-        at = places - rows.prompt_length[:, None]
-        there = memory.rows.edits[:, None] & (at >= 0) & (at < memory.draft.shape[1])
-        draft = jnp.take_along_axis(memory.draft, jnp.clip(at, 0, memory.draft.shape[1] - 1), axis=1)
-        return jnp.where(there, draft, -1)
+        return jnp.where(memory.rows.edits[:, None], draft_at(memory.draft, places, rows), -1)
 
     def _begun(self, memory: BlockMemory, canvas: Int[Array, "b w"], drafted: Int[Array, "b w"]) -> BlockMemory:
         """The memory of blocks of which some are about to be read for the first time."""
@@ -308,13 +307,7 @@ class BlockDiffusion:
         rows: SamplingRows,
     ) -> TokenScores:
         """Of what is emitted; nothing is looked up in passes that emit nothing."""
-        most = min(self.alternatives, logits.shape[-1])
-
-        def looked_up() -> TokenScores:
-            return scores_each(logits, tokens, rows.alternatives, most)
-
-        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(looked_up))
-        scores: TokenScores = jax.lax.cond(jnp.any(ready), looked_up, lambda: blank)
+        scores = scores_if(jnp.any(ready), logits, tokens, rows.alternatives, self.alternatives)
         aligned: TokenScores = jax.tree.map(lambda leaf: moved(leaf, given, 0), scores)
         return aligned
 

@@ -6,13 +6,15 @@ Knows positions of a block and of a text. Knows no model and no rule.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.decode.levenshtein import History
+from jaxserve.decode.places import appended
 from jaxserve.decode.sampling import SamplingRows
 from jaxserve.decode.step import Verdict
 from jaxserve.decode.unmasking import BlockRows
@@ -64,17 +66,36 @@ def ends(
 
 def with_block(tokens: Int[Array, "b s"], canvas: Int[Array, "b w"], at: Int[Array, " b"]) -> Int[Array, "b s"]:
     """Texts with the present block in its place."""
-    offset = jnp.arange(tokens.shape[1]) - at[:, None]
-    picked = jnp.take_along_axis(canvas, jnp.clip(offset, 0, canvas.shape[1] - 1), axis=1)
-    return jnp.where((offset >= 0) & (offset < canvas.shape[1]), picked, tokens)
+    return appended(tokens, canvas, at, jnp.full_like(at, canvas.shape[1]))
 
 
-def moved(leaf: Array, by: Int[Array, " b"], filler: int) -> Array:
-    """Rows moved to the left, by as much as each has given positions."""
-    source = jnp.arange(leaf.shape[1]) + by[:, None]
-    trailing = (...,) + (None,) * (leaf.ndim - 2)
-    picked = jnp.take_along_axis(leaf, jnp.minimum(source, leaf.shape[1] - 1)[trailing], axis=1)
-    return jnp.where((source < leaf.shape[1])[trailing], picked, jnp.asarray(filler, leaf.dtype))
+def draft_at(draft: Int[Array, "b s"], places: Int[Array, "b w"], rows: SamplingRows) -> Int[Array, "b w"]:
+    """The caller's draft of the output at some places of the text; -1 where there is none."""
+    at = places - rows.prompt_length[:, None]
+    picked = jnp.take_along_axis(draft, jnp.clip(at, 0, draft.shape[1] - 1), axis=1)
+    return jnp.where((at >= 0) & (at < draft.shape[1]), picked, -1)
+
+
+def default_rows(kind: Callable[..., T], slots: int, default: Mapping[str, int | float]) -> T:
+    """Settings of slots whose requests say nothing: whole numbers as such, by the fields of ``kind``."""
+    return kind(
+        **{
+            name: jnp.full(slots, value, jnp.int32 if isinstance(value, int) else jnp.float32)
+            for name, value in default.items()
+        }
+    )
+
+
+def with_settings(
+    rows: T, slot: Int[Array, ""], told: Mapping[str, Float[Array, ""]], default: Mapping[str, int | float]
+) -> T:
+    """Settings with those of one slot's request; NaN stands for what it does not say."""
+    said = {}
+    for name, value in told.items():
+        row = getattr(rows, name)
+        said[name] = row.at[slot].set(jnp.where(jnp.isnan(value), default[name], value).astype(row.dtype))
+    changed: T = dataclasses.replace(rows, **said)  # type: ignore[type-var]
+    return changed
 
 
 def joined(one: Verdict, two: Verdict | None, shown: Int[Array, " b"], filler: int) -> Verdict:

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxserve.decode.block_memory import by_rows, with_block
-from jaxserve.decode.sampling import COLDEST, SamplingRows, TokenScores, adjusted_each, choose_each, scores_each
+from jaxserve.decode.block_memory import by_rows, default_rows, draft_at, with_block, with_settings
+from jaxserve.decode.sampling import COLDEST, SamplingRows, TokenScores, adjusted_each, choose_each, scores_if, uniforms
 from jaxserve.decode.step import DecodeState, Hint, Proposal, Verdict, causal
 from jaxserve.decode.tally import tally
 from jaxserve.errors import ConfigError
@@ -138,22 +138,17 @@ class CanvasDiffusion:
 
     def memory(self, slots: int, positions: int) -> CanvasMemory:
         """No canvas in any slot."""
-        rows = {}
-        for name in self.settings:
-            value = getattr(self, name)
-            rows[name] = jnp.full(slots, value, jnp.int32 if isinstance(value, int) else jnp.float32)
-        return self._anew(CanvasRows(**rows), jnp.full((slots, positions), -1, jnp.int32))
+        rows = default_rows(CanvasRows, slots, self._defaults())
+        return self._anew(rows, jnp.full((slots, positions), -1, jnp.int32))
 
     def hand(self, memory: CanvasMemory, slot: Int[Array, ""], hint: Hint) -> CanvasMemory:
         """A new request's draft and settings; what it does not set is the strategy's."""
-        rows = {}
-        for name, value in zip(self.settings, hint.settings, strict=True):
-            row = getattr(memory.rows, name)
-            rows[name] = row.at[slot].set(jnp.where(jnp.isnan(value), getattr(self, name), value).astype(row.dtype))
+        said = dict(zip(self.settings, hint.settings, strict=True))
+        rows = with_settings(memory.rows, slot, said, self._defaults())
         told = (jnp.arange(len(hint.draft)) < hint.drafted) & (hint.draft < self.vocab_size)
         draft = memory.draft.at[slot].set(jnp.where(told, hint.draft, -1))
-        anew = self._anew(CanvasRows(**rows), draft)
-        kept = dataclasses.replace(memory, rows=anew.rows, draft=draft)
+        anew = self._anew(rows, draft)
+        kept = dataclasses.replace(memory, rows=rows, draft=draft)
         return by_rows(jnp.arange(len(memory.step)) == slot, anew, kept)
 
     def propose(self, model: Any, state: DecodeState, rows: SamplingRows) -> Proposal:
@@ -268,35 +263,24 @@ class CanvasDiffusion:
     ) -> Int[Array, "b w"]:
         """Of each position, what stands there in the row's ``step``-th pass unless something was accepted."""
 
-        def draw(seed: UInt32[Array, " 2"], position: Int[Array, ""], step: Int[Array, ""]) -> Float[Array, ""]:
-            key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-            for data in (position, step, _RANDOM):
-                key = jax.random.fold_in(key, data)
-            return jax.random.uniform(key, dtype=jnp.float32)
-
-        places = first[:, None] + jnp.arange(self.size)
-        numbers = jax.vmap(jax.vmap(draw, (None, 0, None)))(seed, places, step)
+        places = (first[:, None] + jnp.arange(self.size)).reshape(-1)
+        seed, step = (jnp.repeat(leaf, self.size, axis=0) for leaf in (seed, step))
+        numbers = uniforms(seed, places, step, jnp.full_like(step, _RANDOM)).reshape(-1, self.size)
         return jnp.minimum((numbers * self.vocab_size).astype(jnp.int32), self.vocab_size - 1)
 
     def _scores(
         self, logits: Float[Array, "b w v"], tokens: Int[Array, "b w"], final: Bool[Array, " b"], rows: SamplingRows
     ) -> TokenScores:
         """Of what is emitted; nothing is looked up in passes that emit nothing."""
-        most = min(self.alternatives, logits.shape[-1])
-
-        def looked_up() -> TokenScores:
-            return scores_each(logits, tokens, rows.alternatives, most)
-
-        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(looked_up))
-        scores: TokenScores = jax.lax.cond(jnp.any(final), looked_up, lambda: blank)
-        return scores
+        return scores_if(jnp.any(final), logits, tokens, rows.alternatives, self.alternatives)
 
     def _drafted(self, state: DecodeState, rows: SamplingRows) -> Int[Array, "b w"]:
         """The caller's draft for each canvas; -1 where there is none."""
-        draft: Int[Array, "b s"] = state.memory.draft
-        at = state.length[:, None] + jnp.arange(self.size) - rows.prompt_length[:, None]
-        picked = jnp.take_along_axis(draft, jnp.clip(at, 0, draft.shape[1] - 1), axis=1)
-        return jnp.where((at >= 0) & (at < draft.shape[1]), picked, -1)
+        return draft_at(state.memory.draft, state.length[:, None] + jnp.arange(self.size), rows)
+
+    def _defaults(self) -> dict[str, int | float]:
+        """By the names of ``settings``."""
+        return {name: getattr(self, name) for name in self.settings}
 
     def _anew(self, rows: CanvasRows, draft: Int[Array, "b s"]) -> CanvasMemory:
         """Canvases before their first pass."""

@@ -73,7 +73,7 @@ def choose(
     sampled = rows.temperature > 0
     drawn = jax.lax.cond(
         jnp.any(sampled),
-        lambda: _invert(_mass(_filter(logits, rows)), _uniforms(rows.seed, known)),
+        lambda: _invert(_mass(_filter(logits, rows)), uniforms(rows.seed, known)),
         lambda: jnp.zeros_like(greedy),
     )
     return jnp.where(sampled, drawn, greedy)
@@ -98,9 +98,8 @@ def choose_each(
         entropy (in nats) of what it was chosen from.
     """
     b, w, v = logits.shape
-    each = jax.tree.map(lambda leaf: jnp.repeat(leaf, w, axis=0), rows)
-    known = (first[:, None] + jnp.arange(w)).reshape(-1)
-    flat = _adjust(logits.reshape(b * w, v), each, tokens, known)
+    flat = adjusted_each(logits, rows, tokens, first).reshape(b * w, v)
+    each, known = _positions(rows, first, w)
     greedy = jnp.argmax(flat, axis=-1).astype(jnp.int32)
     sampled = each.temperature > 0
     kept = _filter(flat, each)
@@ -108,7 +107,7 @@ def choose_each(
     total = jnp.sum(mass, axis=-1)
     drawn = jax.lax.cond(
         jnp.any(sampled),
-        lambda: _invert(mass, _uniforms(each.seed, known, None if step is None else jnp.repeat(step, w))),
+        lambda: _invert(mass, uniforms(each.seed, known, *(() if step is None else (jnp.repeat(step, w),)))),
         lambda: jnp.zeros_like(greedy),
     )
     token = jnp.where(sampled, drawn, greedy)
@@ -122,8 +121,7 @@ def adjusted_each(
 ) -> Float[Array, "b w v"]:
     """What ``choose_each`` chooses from, before temperatures and filters: with bias, penalties, early ends banned."""
     b, w, v = logits.shape
-    each = jax.tree.map(lambda leaf: jnp.repeat(leaf, w, axis=0), rows)
-    known = (first[:, None] + jnp.arange(w)).reshape(-1)
+    each, known = _positions(rows, first, w)
     return _adjust(logits.reshape(b * w, v), each, tokens, known).reshape(b, w, v)
 
 
@@ -144,6 +142,29 @@ def scores_each(
 
     top_ids, top = jax.lax.cond(jnp.any(alternatives), most_likely, nothing)
     return TokenScores(chosen=chosen[..., 0], top_ids=top_ids, top=top)
+
+
+def scores_if(
+    wanted: Bool[Array, ""],
+    logits: Float[Array, "b w v"],
+    tokens: Int[Array, "b w"],
+    alternatives: Bool[Array, " b"],
+    count: int,
+) -> TokenScores:
+    """``scores_each``, looked up only where somebody wants them; else zeros."""
+
+    def looked_up() -> TokenScores:
+        return scores_each(logits, tokens, alternatives, min(count, logits.shape[-1]))
+
+    blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(looked_up))
+    scores: TokenScores = jax.lax.cond(wanted, looked_up, lambda: blank)
+    return scores
+
+
+def _positions(rows: SamplingRows, first: Int[Array, " b"], w: int) -> tuple[SamplingRows, Int[Array, " p"]]:
+    """Parameters and place of each of ``w`` positions of each row, one after the other."""
+    each: SamplingRows = jax.tree.map(lambda leaf: jnp.repeat(leaf, w, axis=0), rows)
+    return each, (first[:, None] + jnp.arange(w)).reshape(-1)
 
 
 def _adjust(
@@ -268,15 +289,13 @@ def _first_beyond(cumulative: Float[Array, "b n"], parts: Float[Array, "b n"], g
     return jnp.where(jnp.any(beyond, axis=-1), jnp.argmax(beyond, axis=-1), last)
 
 
-def _uniforms(
-    seed: UInt32[Array, "b 2"], position: Int[Array, " b"], step: Int[Array, " b"] | None = None
-) -> Float[Array, " b"]:
-    """One number a row, which depends on its seed, its position and its step alone."""
+def uniforms(seed: UInt32[Array, "b 2"], position: Int[Array, " b"], *further: Int[Array, " b"]) -> Float[Array, " b"]:
+    """One number a row, which depends on its seed, its position and what else is told of it alone."""
 
-    def draw(seed: UInt32[Array, " 2"], position: Int[Array, ""], *step: Int[Array, ""]) -> Float[Array, ""]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        for one in step:
+    def draw(seed: UInt32[Array, " 2"], *data: Int[Array, ""]) -> Float[Array, ""]:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        for one in data:
             key = jax.random.fold_in(key, one)
         return jax.random.uniform(key, dtype=jnp.float32)
 
-    return jax.vmap(draw)(seed, position, *(() if step is None else (step,)))
+    return jax.vmap(draw)(seed, position, *further)

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.decode.lookup import agreeing, following, latest_match, tail_of
+from jaxserve.decode.places import appended, moved
 from jaxserve.decode.sampling import SamplingRows, TokenScores, choose, scores_each
-from jaxserve.decode.step import DecodeState, Hint, Model, Proposal, Verdict, appended, causal
+from jaxserve.decode.step import DecodeState, Hint, Model, Proposal, Verdict, causal
 from jaxserve.decode.tally import tally
 from jaxserve.pytree import pytree
 
@@ -25,6 +26,11 @@ from jaxserve.pytree import pytree
 BELIEF, WEIGHT = 0.5, 2.0
 # Of what was tried so much counts after another try, and after a pass without one: who gave up tries again in time.
 TRIED, UNTRIED = 0.9, 0.98
+
+
+def price_of(width: int) -> str:
+    """The setting that says what a pass of a width costs."""
+    return f"price_{width}"
 
 
 @pytree
@@ -84,7 +90,7 @@ class Speculative:
     @property
     def settings(self) -> tuple[str, ...]:
         """``drafts``: at most so many a pass; ``price_<width>``: time of such a pass in passes of one token."""
-        return ("drafts", *(f"price_{width}" for width in self.widths[1:]))
+        return ("drafts", *map(price_of, self.widths[1:]))
 
     def memory(self, slots: int, positions: int) -> DraftMemory:
         """Nobody has drafts."""
@@ -140,8 +146,8 @@ class Speculative:
         following_ones = jnp.roll(proposal.tokens, -1, axis=1)
         kept = agreeing(chosen, following_ones, jnp.minimum(drafts.count, w - 1))
         new = jnp.where(given > w, 0, kept + 1)
-        tokens = _left(chosen, read - 1)
-        scores = jax.tree.map(lambda leaf: _left(leaf, read - 1), scores)
+        tokens = moved(chosen, read - 1, 0)
+        scores = jax.tree.map(lambda leaf: moved(leaf, read - 1, 0), scores)
         memory = self._learned(state.memory, drafts, kept, tokens, new)
         from_caller = drafts.cursor >= 0
         return Verdict(
@@ -261,8 +267,3 @@ class Speculative:
             kept=memory.kept * fade + kept,
             tried=memory.tried * fade + tries,
         )
-
-
-def _left(leaf: Array, by: Int[Array, " b"]) -> Array:
-    """Each row's columns moved to the left; what falls out comes in at the end."""
-    return jax.vmap(lambda row, by: jnp.roll(row, -by, axis=0))(leaf, by)

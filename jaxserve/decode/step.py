@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxserve.decode.places import appended
 from jaxserve.decode.sampling import SamplingRows, TokenScores
 from jaxserve.decode.tally import tally
 from jaxserve.models.cache import Cache, write
@@ -371,15 +372,6 @@ def _apply(state: DecodeState, control: Control) -> DecodeState:
         active=(state.active & control.keep) | admit,
         memory=state.memory,
     )
-
-
-def appended(
-    tokens: Int[Array, "b s"], new: Int[Array, "b w"], at: Int[Array, " b"], count: Int[Array, " b"]
-) -> Int[Array, "b s"]:
-    """Puts the first ``count`` of ``new`` at positions ``at ..``; rows are short, a select will do."""
-    offset = jnp.arange(tokens.shape[1]) - at[:, None]
-    picked = jnp.take_along_axis(new, jnp.clip(offset, 0, new.shape[1] - 1), axis=1)
-    return jnp.where((offset >= 0) & (offset < count[:, None]), picked, tokens)
 
 
 def _stop(verdict: Verdict, known: Int[Array, " b"], rows: SamplingRows) -> tuple[Int[Array, " b"], Bool[Array, " b"]]:

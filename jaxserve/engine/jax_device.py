@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxserve.decode.speculative import price_of
 from jaxserve.decode.step import Emission
 from jaxserve.decode.tally import COLUMNS
 from jaxserve.engine.device import Admission, Flight, Progress
@@ -46,22 +48,18 @@ class JaxLog:
                 values = log.scores.top[step, slot, index, :logprobs].tolist()
                 chosen = float(log.scores.chosen[step, slot, index])
                 scores.append(TokenLogprob(token, chosen, tuple(zip(ids, values, strict=True))))
-        counts = dict(zip(COLUMNS, log.tally[:, slot].sum(axis=0).tolist(), strict=True))
+        account = _account(log.tally[:, slot].sum(axis=0))
         finite = bool(log.finite[:, slot].all())
-        return Emitted(tuple(tokens), tuple(scores), finite, Account(**counts), self._canvas(slot, self._ran(slot) - 1))
+        return Emitted(tuple(tokens), tuple(scores), finite, account, self._canvas(slot, account.passes - 1))
 
     def passes(self, slot: int) -> tuple[Pass, ...]:
         """What each of the slot's passes did."""
         log, found = self.emission, []
-        for step in range(self._ran(slot)):
+        # One step after the other, from the first on.
+        for step in range(_account(log.tally[:, slot].sum(axis=0)).passes):
             tokens = tuple(log.tokens[step, slot, : log.count[step, slot]].tolist())
-            account = Account(**dict(zip(COLUMNS, log.tally[step, slot].tolist(), strict=True)))
-            found.append(Pass(tokens, account, self._canvas(slot, step)))
+            found.append(Pass(tokens, _account(log.tally[step, slot]), self._canvas(slot, step)))
         return tuple(found)
-
-    def _ran(self, slot: int) -> int:
-        """Passes of the slot: one step after the other, from the first on."""
-        return int(self.emission.tally[:, slot, COLUMNS.index("passes")].sum())
 
     def _canvas(self, slot: int, step: int) -> tuple[int, ...]:
         """What a block looks like behind a pass, if that one finished none."""
@@ -69,6 +67,11 @@ class JaxLog:
         if step < 0 or log.tokens.shape[2] == 1 or log.count[step, slot]:
             return ()
         return tuple(log.tokens[step, slot].tolist())
+
+
+def _account(tally: Any) -> Account:
+    """Counts by name."""
+    return Account(**dict(zip(COLUMNS, tally.tolist(), strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +100,6 @@ class JaxDevice:
         self._rows = [RowTable(programs.plan, pool, programs.whole) for pool in programs.plan.pools]
         self._controls = [programs.idle(pool) for pool in self._pools]
         self._states = [programs.empty(pool) for pool in self._pools]
-
         self._prices: list[dict[str, float]] = [{} for _ in self._pools]
 
     @property
@@ -180,9 +182,7 @@ class JaxDevice:
             self.wait((pool,))
             times.append(time.monotonic() - began)
         prompt = (0,) * max(1, shape.length - steps)
-        request = Request("warm-up", prompt, SamplingParams(max_tokens=steps, temperature=0.0))
-        for slot in range(shape.slots):
-            self.admit(pool, slot, Admission(request, prompt, (), 0, shape.read(len(prompt))))
+        self._fill(pool, Request("warm-up", prompt, SamplingParams(max_tokens=steps, temperature=0.0)))
         began = time.monotonic()
         self.run(pool, range(shape.slots), steps).read()
         times.append(time.monotonic() - began)
@@ -191,34 +191,40 @@ class JaxDevice:
             self.fork(pool, 0, shape.slots - 1)
             self.wait((pool,))
             times.append(time.monotonic() - began)
-        for slot in range(shape.slots):
-            self.clear(pool, slot)
-            self.scrub(pool, slot)
+        self._clean(pool)
         self.wait((pool,))
         return max(times)
 
+    def _fill(self, pool: int, request: Request) -> None:
+        """Admits the same request to every slot."""
+        shape, prompt = self.plan.pools[pool], request.prompt
+        for slot in range(shape.slots):
+            self.admit(pool, slot, Admission(request, prompt, (), 0, shape.read(len(prompt))))
+
+    def _clean(self, pool: int) -> None:
+        """Leaves nothing of it."""
+        for slot in range(self.plan.pools[pool].slots):
+            self.clear(pool, slot)
+            self.scrub(pool, slot)
+
     def _weigh(self, pool: int) -> dict[str, float]:
         """What passes of several drafts cost, in passes without any, every slot full; by the strategy's own names."""
-        lengths = [width - 1 for width in self.plan.widths[1:]]
-        if f"price_{1 + sum(lengths[:1])}" not in self.programs.strategy.settings:
+        widths = self.plan.widths
+        if len(widths) == 1 or price_of(widths[-1]) not in self.programs.strategy.settings:
             return {}
-        times = {length: min(self._pass_of(pool, length) for _ in range(WEIGHED)) for length in (0, *lengths)}
-        return {f"price_{1 + length}": times[length] / times[0] for length in lengths}
+        times = {width: min(self._pass_of(pool, width - 1) for _ in range(WEIGHED)) for width in widths}
+        return {price_of(width): times[width] / times[1] for width in widths[1:]}
 
     def _pass_of(self, pool: int, drafts: int) -> float:
         """Seconds of a pass in which each slot has so many drafts."""
         shape = self.plan.pools[pool]
         prompt = (0,) * max(1, shape.length - drafts - 2)
-        settings = (("drafts", float(drafts)), *((f"price_{width}", 1e-3) for width in self.plan.widths[1:]))
+        settings = (("drafts", float(drafts)), *((price_of(width), 1e-3) for width in self.plan.widths[1:]))
         greedy = SamplingParams(max_tokens=drafts + 2, temperature=0.0)
-        request = Request("warm-up", prompt, greedy, draft=(0,) * drafts, settings=settings)
-        for slot in range(shape.slots):
-            self.admit(pool, slot, Admission(request, prompt, (), 0, shape.read(len(prompt))))
+        self._fill(pool, Request("warm-up", prompt, greedy, draft=(0,) * drafts, settings=settings))
         self.wait((pool,))
         began = time.monotonic()
         self.run(pool, range(shape.slots), 1).read()
         taken = time.monotonic() - began
-        for slot in range(shape.slots):
-            self.clear(pool, slot)
-            self.scrub(pool, slot)
+        self._clean(pool)
         return taken

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxserve.decode.block_memory import by_rows, ends, joined, moved, with_block
+from jaxserve.decode.block_memory import by_rows, ends, joined, with_block
 from jaxserve.decode.sampling import TokenScores
 from jaxserve.decode.step import Verdict
 from jaxserve.decode.tally import tally
@@ -28,13 +28,6 @@ def test_a_text_with_its_block_in_its_place():
     tokens, canvas = jnp.asarray([[1, 2, 3, 4, 5, 6]] * 3), jnp.asarray([[10, 11]] * 3)
     expected = [[10, 11, 3, 4, 5, 6], [1, 2, 10, 11, 5, 6], [1, 2, 3, 4, 5, 10]]
     assert with_block(tokens, canvas, jnp.asarray([0, 2, 5])).tolist() == expected
-
-
-def test_rows_are_moved_by_what_is_given():
-    leaf = jnp.arange(8).reshape(2, 4)
-    assert moved(leaf, jnp.asarray([0, 3]), -1).tolist() == [[0, 1, 2, 3], [7, -1, -1, -1]]
-    deep = jnp.stack([leaf, leaf + 10], axis=-1)
-    assert moved(deep, jnp.asarray([2, 4]), 0)[..., 1].tolist() == [[12, 13, 0, 0], [0, 0, 0, 0]]
 
 
 def test_rows_are_picked_leaf_by_leaf():
